@@ -1,0 +1,352 @@
+"""What a run leaves behind: metrics, a timeline, a summary, and the lines on the terminal while it goes on.
+
+`Records` is used by trainer ranks. Files of a run folder:
+
+    config.yaml      every setting, and what follows from them
+    metrics.jsonl    one row a train step, names below
+    trace.json       Chrome trace events, a track a rank; open it in https://ui.perfetto.dev
+    summary.json     the numbers of the last table on the terminal
+
+pass@1 itself is measured by the generators (`rollout.Generator`); here its shares are added up.
+
+Left out, and why: no experiment tracker (a row of JSON a step is what all of them read), no averaging over steps
+(`metrics.jsonl` has what happened; smoothing is for whoever draws it). Benchmarks and pass@k are not here yet.
+
+Test:  pytest tests/test_evaluate.py
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from tqdm import tqdm
+
+from packing import batch_stats
+
+
+def pass_at_1(shares: list[dict]) -> dict:
+    """Adds up what each generator measured: {"pass@1", "problems", "answers", "length"}; mean over all answers.
+
+    >>> pass_at_1([{"problems": 1, "answers": 4, "reward": 1.0, "tokens": 40},
+    ...            {"problems": 1, "answers": 4, "reward": 3.0, "tokens": 40}])
+    {'pass@1': 0.5, 'problems': 2, 'answers': 8, 'length': 10.0}
+    """
+    total = {name: sum(share[name] for share in shares) for name in ("problems", "answers", "reward", "tokens")}
+    answers = max(1, total["answers"])
+    return {"pass@1": total["reward"] / answers, "problems": total["problems"], "answers": total["answers"],
+            "length": total["tokens"] / answers}  # fmt: skip
+
+
+class Refused(ValueError):
+    """Settings, data or a run folder that cannot work; the message is one sentence for whoever typed the command."""
+
+
+def write_json(path: Path, content) -> None:
+    """Beside, then renamed: a reader never sees half a file."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(new, path)
+
+
+class Records:
+    """The records of one attempt. Every trainer rank has one for its `phase`s; `root` writes the files."""
+
+    def __init__(self, folder: Path, rank: int, root: bool, steps: int, start: int, kept: dict):
+        self.folder, self.rank, self.root, self.steps = folder, rank, root, steps
+        self.events: list[list] = []
+        self.seconds: Counter = Counter()
+        self.begun, self.rl_begun = time.time(), 0.0
+        # A resumed run goes on where the checkpoint was written, with its clock and counts.
+        self.kept = {"seconds": 0.0, "rl_seconds": 0.0, "answers": 0, "rejected": 0, "max_staleness": 0,
+                     "dull_steps": 0, **kept}  # fmt: skip
+        self.generator_seconds: Counter = Counter()
+        self.bar = None
+        if root:
+            self.metrics = folder / "metrics.jsonl"
+            self._cut(self.metrics, lambda line: json.loads(line)["step"] < start)
+            self.trace = open(self._cut(folder / "trace.json", lambda line: line.strip() != "]"), "a")
+            if not self.trace.tell():
+                self.trace.write("[\n")
+
+    @staticmethod
+    def _cut(path: Path, keep) -> Path:
+        """Drop what a killed attempt wrote beyond its last checkpoint, and half a line at the end."""
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and keep(line)]
+            path.with_suffix(".new").write_text("".join(lines))
+            os.replace(path.with_suffix(".new"), path)
+        return path
+
+    # -- time
+
+    @contextmanager
+    def phase(self, name: str):
+        """Time a part of a step, for the metrics and for the timeline."""
+        start = time.time()
+        yield
+        self.seconds[name] += time.time() - start
+        self.events.append([name, 0, start, time.time() - start, {}])
+
+    def take_events(self) -> list[list]:
+        events, self.events = self.events, []
+        return events
+
+    def write_events(self, rank: int, events: list[list]) -> None:
+        """[name, lane, start s, duration s, arguments] -> complete events of the Chrome trace format (us)."""
+        for name, lane, start, duration, arguments in events:
+            event = {"name": name, "ph": "X", "pid": rank, "tid": lane, "ts": round(start * 1e6),
+                     "dur": round(duration * 1e6), "args": arguments}  # fmt: skip
+            self.trace.write(json.dumps(event) + ",\n")
+        self.trace.flush()
+
+    def name_tracks(self, trainers: int, world: int) -> None:
+        for rank in range(world):
+            name = f"rank {rank}, {'trainer' if rank < trainers else 'generator'}"
+            event = {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": name}}
+            self.trace.write(json.dumps(event) + ",\n")
+
+    # -- the run
+
+    def supervised(self, row: dict) -> None:
+        """One optimiser step of objective sft."""
+        row = {**row, "seconds": round(self.kept["seconds"] + time.time() - self.begun, 3)}
+        if self.root:
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps(row) + "\n")
+            if row["step"] % 10 == 9 or row["step"] + 1 == self.steps:
+                self.say(f"step {row['step'] + 1}/{self.steps}  loss {row['loss']:.4f}  {row['seconds']:.0f} s")
+
+    def _close_trace(self) -> None:
+        end = {"name": "end", "ph": "i", "pid": 0, "tid": 0, "ts": round(time.time() * 1e6), "s": "g"}
+        self.trace.write(json.dumps(end) + "\n]\n")
+        self.trace.close()
+
+    def finish_supervised(self) -> None:
+        if self.root:
+            self._close_trace()
+            write_json(self.folder / "summary.json", {"steps": self.steps, "seconds": self.state()["seconds"]})
+            self.say(f"model in {self.folder / 'model'}")
+
+    def open(self, cfg, derived: dict, trainers: int, world: int) -> None:
+        """config.yaml, the names of the tracks, and who is what on the terminal."""
+        if self.root:
+            text = yaml.safe_dump({**dataclasses.asdict(cfg), "derived": derived}, sort_keys=False)
+            (self.folder / "config.yaml").write_text(text)
+            self.name_tracks(trainers, world)
+            self.say("\n".join([f"run in {self.folder}", *(f"  {k:<20} {v}" for k, v in derived.items())]))
+
+    def say(self, text: str) -> None:
+        if self.root:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def begin(self, before: dict | None, start: int) -> None:
+        """Reinforcement begins: from here on the clock of `answers_per_second` runs."""
+        self.kept["before"] = before
+        if before:
+            self.say(f"before: pass@1 {before['pass@1']:.3f} over {before['problems']} problems, "
+                     f"{before['length']:.1f} tokens an answer")  # fmt: skip
+        if sys.stdout.isatty():
+            self.bar = tqdm(total=self.steps, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True)
+        self.rl_begun = self.last = time.time()
+        self.seconds.clear()
+
+    def step(self, step: int, groups: list[dict], stats: dict, lr: float, depth: int, dispatcher) -> None:
+        """One row of metrics.jsonl, the events of all ranks, the bar or a line."""
+        now = time.time()
+        elapsed, self.last = now - self.last, now
+        batch = batch_stats(groups, step)
+        generators = sum((Counter(s) for s in dispatcher.stats.values()), Counter())
+        spent = {name: generators[name] - self.generator_seconds[name] for name in generators}
+        self.generator_seconds = generators
+        row = {
+            "step": step,
+            "seconds": round(self.kept["seconds"] + now - self.begun, 3),
+            **batch,
+            **stats,
+            "lr": lr,
+            "tokens_per_second": batch["tokens"] / elapsed,
+            "trained_tokens_per_second": batch["loss_tokens"] / elapsed,
+            "step_seconds": elapsed,
+            "trainer_seconds": {name: round(value, 4) for name, value in self.seconds.items()},
+            "generator_seconds": {name: round(value, 4) for name, value in spent.items() if name != "tokens"},
+            "generated_tokens": spent.get("tokens", 0),
+            "queue_depth": depth,
+            "rejected_groups": dispatcher.queue.rejected,
+            "tickets": [groups[0]["ticket"], groups[-1]["ticket"]],
+            "problems": hashlib.sha256(json.dumps([g["problem"] for g in groups]).encode()).hexdigest()[:12],
+        }
+        self.seconds.clear()
+        self.kept["answers"] += batch["answers"]
+        self.kept["max_staleness"] = max(self.kept["max_staleness"], batch["staleness_max"])
+        self.kept["rejected"] = dispatcher.queue.rejected
+        with open(self.metrics, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.write_events(self.rank, self.take_events())
+        for rank, events in dispatcher.take_events():
+            self.write_events(rank, events)
+        self._warn(row)
+        if self.bar is not None:
+            self.bar.set_postfix(pass_rate=f"{row['pass_rate']:.2f}", staleness=f"{row['staleness_mean']:.1f}",
+                                 tokens_s=f"{row['tokens_per_second']:.0f}")  # fmt: skip
+            self.bar.update()
+        else:
+            left = (self.steps - step - 1) * elapsed
+            self.say(f"step {step + 1}/{self.steps}  pass rate {row['pass_rate']:.3f}  length {row['length_mean']:.1f}"
+                     f"  staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  "
+                     f"{row['tokens_per_second']:.0f} tokens/s  {left:.0f} s left")  # fmt: skip
+
+    def _warn(self, row: dict) -> None:
+        if row["truncated_fraction"] > 0.05:
+            self.say(f"warning: {row['truncated_fraction']:.0%} of the answers of step {row['step']} were cut off "
+                     f"at the token budget and scored as they were: raise max_new_tokens")  # fmt: skip
+        dull = row["zero_variance_fraction"] > 0.9
+        self.kept["dull_steps"] = self.kept["dull_steps"] + 1 if dull else 0
+        if self.kept["dull_steps"] == 3:
+            self.say("warning: in more than 90 % of the groups of three steps running all answers have the same reward"
+                     ": there is nothing to learn from them")  # fmt: skip
+        if row.get("logprob_gap", 0.0) > 0.1:
+            self.say(f"warning: generator and trainer disagree by {row['logprob_gap']:.3f} nats a token about tokens "
+                     f"of the same version")  # fmt: skip
+
+    def state(self) -> dict:
+        """What a checkpoint keeps, so that a resumed run's summary covers the whole run."""
+        now = time.time()
+        return {**self.kept, "seconds": self.kept["seconds"] + now - self.begun,
+                "rl_seconds": self.kept["rl_seconds"] + now - (self.rl_begun or now)}  # fmt: skip
+
+    def trained(self) -> None:
+        self.kept["rl_seconds"] += time.time() - self.rl_begun
+
+    def finish(self, after: dict | None, bound: int, engine: str, dispatcher) -> None:
+        """summary.json and the last table."""
+        if self.bar is not None:
+            self.bar.close()
+        self.write_events(self.rank, self.take_events())
+        for rank, events in dispatcher.take_events():
+            self.write_events(rank, events)
+        self._close_trace()
+        before, kept = self.kept["before"], self.kept
+        summary = {
+            "pass@1_before": before and before["pass@1"],
+            "pass@1_after": after and after["pass@1"],
+            "problems": after["problems"] if after else 0,
+            "length_before": before and before["length"],
+            "length_after": after and after["length"],
+            "steps": self.steps,
+            "seconds": kept["seconds"] + time.time() - self.begun,
+            "rl_seconds": kept["rl_seconds"],
+            "answers": kept["answers"],
+            "answers_per_second": kept["answers"] / max(1e-9, kept["rl_seconds"]),
+            "rejected_groups": kept["rejected"],
+            "max_staleness_bound": bound,
+            "max_staleness_seen": kept["max_staleness"],
+            "engine": engine,
+        }
+        write_json(self.folder / "summary.json", summary)
+        width = max(map(len, summary))
+        rows = (f"  {k:<{width}}  {f'{v:.3f}' if isinstance(v, float) else v}" for k, v in summary.items())
+        self.say("\n".join([f"\n{self.folder}", *rows]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run's folder and its checkpoints
+
+
+def choose_folder(cfg) -> tuple[str, str]:
+    """(folder, checkpoint to continue from), or ("", why not)."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun: continue, unasked
+    base = cfg.run_name or (Path(cfg.data).stem if cfg.objective == "rl" else f"sft-{Path(cfg.data).stem}")
+    parent = Path(cfg.runs_dir)
+    taken = sorted(parent.glob(f"{base}-[0-9]*"), key=lambda p: p.stat().st_mtime) if not cfg.run_name else []
+    taken = [p for p in [parent / base, *taken] if p.is_dir()]
+    newest = max(taken, key=lambda p: p.stat().st_mtime, default=None)
+    if cfg.resume or restarted:
+        folder = newest or parent / base
+        checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
+        if not checkpoints and not restarted:
+            return "", f"--resume: there is no checkpoint under {folder}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(folder), checkpoints[-1] if checkpoints else ""
+    if newest is not None and cfg.run_name:
+        return "", f"{newest} exists: add --resume to continue it, or choose another --run_name"
+    number = 1
+    folder = parent / base
+    while folder.exists():
+        number += 1
+        folder = parent / f"{base}-{number}"
+    folder.mkdir(parents=True)
+    return str(folder), ""
+
+
+def training_state(policy, optimizer) -> dict:
+    model, optim = get_state_dict(policy, optimizer)
+    return {"model": model, "optim": optim, "random": torch.get_rng_state()}
+
+
+def save_checkpoint(folder: Path, group, root: bool, policy, optimizer, version: int, cfg, state: dict) -> None:
+    """Sharded weights and Adam state of all trainers, and `state` as JSON. Written beside, then renamed: a job killed
+    while writing leaves the last good one. Groups in flight are not kept; they are generated again."""
+    parent = folder / "checkpoints"
+    new, final = parent / f".step-{version:06d}", parent / f"step-{version:06d}"
+    if root:
+        shutil.rmtree(new, ignore_errors=True)  # of an attempt that was killed here
+    dcp.save(training_state(policy, optimizer), checkpoint_id=new, process_group=group)
+    if root:
+        content = {"version": version, "config": dataclasses.asdict(cfg), **state}
+        (new / "state.json").write_text(json.dumps(content, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(new, final)
+        for old in sorted(parent.glob("step-*"))[: -cfg.keep_checkpoints]:
+            shutil.rmtree(old)
+
+
+def read_state(checkpoint: Path, cfg, fingerprint: str) -> dict:
+    """What `save_checkpoint` was given. Raises Refused if the configuration or the data is another one, by name."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    for f in dataclasses.fields(cfg):
+        was, now = state["config"].get(f.name), getattr(cfg, f.name)
+        if was != now and not f.metadata["help"].free:
+            raise Refused(f"{checkpoint} was written with {f.name}={was!r}, now it is {now!r}: the run would not "
+                          f"continue but become another one")  # fmt: skip
+    if state["fingerprint"] != fingerprint:
+        raise Refused(f"{cfg.data} has changed since {checkpoint} was written: tickets would start other problems")
+    return state
+
+
+def load_checkpoint(checkpoint: Path, group, policy, optimizer) -> None:
+    state = training_state(policy, optimizer)
+    dcp.load(state, checkpoint_id=checkpoint, process_group=group)
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    torch.set_rng_state(state["random"])
+
+
+def export(folder: Path, root: bool, policy, tokenizer) -> None:
+    """A Hugging Face folder. All trainers take part, `root` writes; written beside, then renamed."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = {k.removeprefix("lm."): v for k, v in get_model_state_dict(policy, options=options).items()}
+    if root:
+        new = folder.with_name(f".{folder.name}.{os.getpid()}")
+        policy.lm.save_pretrained(new, state_dict=weights)
+        tokenizer.save_pretrained(new)
+        try:
+            os.replace(new, folder)
+        except OSError:  # another job was faster with the same warm start, or an earlier attempt with the model
+            shutil.rmtree(folder)
+            os.replace(new, folder)

@@ -1,0 +1,531 @@
+"""Everything that crosses ranks: tickets and the staleness-bounded queue one way, weights the other way.
+
+Three parts, top to bottom:
+
+1. `StalenessQueue`, the rule that bounds staleness: plain data, no store, no thread, no clock. The job, the
+   simulation and the property test drive this same class.
+2. `Channel`, `Dispatcher`: the control plane on the job's own key-value store (torch's TCPStore, the one torchrun
+   already runs). Small JSON messages go through its queues, token arrays through one key per trajectory.
+3. `send_weights`, `receive_weights`: flat buckets, broadcast from trainer rank 0 to every generator, and a checksum
+   of what was loaded as the proof of arrival.
+
+Left out, and why: no polling (every wait blocks in the store or on a condition), no dropping of old samples (pacing
+makes it unnecessary, and dropping biases against long answers), no partial restarts (one fault path: the attempt
+ends, torchrun starts the next one, which resumes), no pickles (a store is no place for code).
+
+Who waits for whom. Each line has a deadline, and each deadline's error names both sides.
+
+    who                     waits for                            unblocked by                        deadline
+    generator, slot         admission of its ticket              `admit` notice: a step or a         batch_timeout
+                                                                 rejection moved the limit
+    generator, notices      the next notice                      trainer 0: admit, update,           batch_timeout
+                                                                 evaluate or stop
+    trainer 0               B groups in ticket order             `group` messages of generators      batch_timeout
+    trainer 1..             its plan of the step                 trainer 0, once the batch is full   batch_timeout
+    trainer 0, update       `paused` of every generator          each generator's engine             update_timeout
+    generators, update      buckets of weights                   trainer 0's broadcasts              update_timeout
+    trainer 0               `loaded` and its checksum            each generator, after loading       update_timeout
+    trainer 0, start        `ready` of every generator           each generator's engine is up       startup_timeout
+
+No cycle: generators wait for the trainer only at the admission limit, where (eta + 1) * B groups are finished or
+under way, so the trainer has its batch; the trainer waits for generators only below it, where they may all work.
+
+Test:  pytest tests/test_sync.py
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. The rule
+
+
+class StalenessError(RuntimeError):
+    """A group older than the bound was about to be trained: the guarantee of this module is broken."""
+
+
+def admission_limit(version: int, rejected: int, *, groups: int, max_staleness: int, window: int, steps: int) -> int:
+    """First ticket that may not be started yet, by a generator that has `version` loaded.
+
+    `version` and `rejected` must come from one record: reading them one after the other breaks the bound.
+
+    >>> admission_limit(0, 0, groups=4, max_staleness=1, window=1, steps=10)
+    8
+    """
+    paced = (version + max_staleness + 1) * groups + rejected - (window - 1)
+    return min(paced, steps * groups + rejected)  # the last batch fills, nothing is started beyond it
+
+
+class StalenessQueue:
+    """Groups in, batches out; no batch ever holds a group more than `max_staleness` versions old.
+
+    Guarantee: a batch consumed at version v has v - head version <= max_staleness for each of its groups. Proof: let
+    ticket k start at version h, R rejections being known, and no younger ticket have started before. Then R counts
+    only rejections below k, so k < (h + eta + 1) B + R - (W - 1) says that at most (h + eta + 1) B - W accepted groups
+    are older than k. At most W - 1 younger ones pass it in the window. So at most (h + eta + 1) B - 1 groups are
+    consumed before k, and k is trained at step h + eta or earlier. If a younger ticket did start before, the same
+    holds with that earlier, smaller version. `take` checks the bound all the same: that is the alarm, pacing is the
+    guarantee.
+
+    Tickets are consumed in order; with `window` W > 1 a younger finished group may pass the oldest unfinished one as
+    long as its ticket is less than W above it. W = 1 makes the content of every batch a function of the seed and of
+    what was rejected, whatever the timing.
+    """
+
+    def __init__(self, groups: int, max_staleness: int, steps: int, window: int = 1):
+        if groups < 1 or max_staleness < 0 or steps < 1 or window < 1:
+            raise ValueError(f"groups={groups}, steps={steps}, window={window} must be >= 1, eta={max_staleness} >= 0")
+        if window > max_staleness * groups + 1:
+            raise ValueError(
+                f"window={window} > max_staleness * groups + 1 = {max_staleness * groups + 1}: admission would stop "
+                f"before a batch of {groups} groups is complete, and the job would wait for ever"
+            )
+        self.groups, self.max_staleness, self.steps, self.window = groups, max_staleness, steps, window
+        self.version = 0
+        self.rejected = 0  # R: all rejections so far
+        self.rejected_in_a_row = 0
+        self.oldest = 0  # oldest ticket neither consumed nor rejected
+        self.ready: dict[int, dict] = {}  # ticket -> header of an accepted group that waits for its batch
+        self.passed: set[int] = set()  # tickets above `oldest` that are done: consumed ...
+        self.dropped: set[int] = set()  # ... or rejected
+        self.skip: frozenset[int] = frozenset()  # `passed` at the start of the attempt: no slot starts these again
+
+    @property
+    def limit(self) -> int:
+        return admission_limit(self.version, self.rejected, groups=self.groups, max_staleness=self.max_staleness,
+                               window=self.window, steps=self.steps)  # fmt: skip
+
+    def finish(self, ticket: int, header: dict, accepted: bool) -> None:
+        """A generator finished `ticket`. `header["head"]` is the version of its oldest generated token."""
+        if ticket < self.oldest or ticket in self.ready or ticket in self.passed or ticket in self.dropped:
+            raise RuntimeError(f"ticket {ticket} was finished twice")
+        if ticket >= self.limit:
+            raise RuntimeError(f"ticket {ticket} was started although only tickets below {self.limit} were admitted")
+        if accepted:
+            self.ready[ticket] = header
+            self.rejected_in_a_row = 0
+        else:
+            self.dropped.add(ticket)
+            self.rejected += 1
+            self.rejected_in_a_row += 1
+            self._advance()
+
+    def oldest_unfinished(self) -> int:
+        """The ticket everybody waits for: neither consumed nor rejected nor finished."""
+        ticket = self.oldest
+        while ticket in self.ready or ticket in self.passed or ticket in self.dropped:
+            ticket += 1
+        return ticket
+
+    def take(self) -> list[dict] | None:
+        """The next batch (headers, in ticket order), or None while it is not complete."""
+        end = self.oldest_unfinished() + self.window
+        batch = sorted(ticket for ticket in self.ready if ticket < end)[: self.groups]
+        if len(batch) < self.groups or self.version >= self.steps:
+            return None
+        for ticket in batch:
+            if self.version - self.ready[ticket]["head"] > self.max_staleness:
+                raise StalenessError(
+                    f"ticket {ticket} began at version {self.ready[ticket]['head']} and would be trained at version "
+                    f"{self.version}: staleness above the bound {self.max_staleness}"
+                )
+        self.passed.update(batch)
+        headers = [self.ready.pop(ticket) for ticket in batch]
+        self._advance()
+        return headers
+
+    def trained(self) -> None:
+        """The batch that was taken last is trained: the weights have the next version."""
+        self.version += 1
+
+    def _advance(self) -> None:
+        while self.oldest in self.passed or self.oldest in self.dropped:
+            self.passed.discard(self.oldest)
+            self.dropped.discard(self.oldest)
+            self.oldest += 1
+
+    def state(self) -> dict:
+        """What a checkpoint keeps. Call it between `trained` and the next `take`. Groups that are finished but not
+        consumed, and rejections above the oldest open ticket, are left out: they are generated again."""
+        return {"version": self.version, "oldest": self.oldest, "passed": sorted(self.passed),
+                "rejected": self.rejected - len(self.dropped)}  # fmt: skip
+
+    def load(self, state: dict) -> None:
+        """Continue from `state`: tickets from `oldest` on are started again, except those in `passed`."""
+        done = state["oldest"] + len(state["passed"])
+        if done != state["version"] * self.groups + state["rejected"]:
+            raise ValueError(f"queue state {state} does not fit batches of {self.groups} groups")
+        self.version, self.oldest, self.rejected = state["version"], state["oldest"], state["rejected"]
+        self.passed, self.dropped, self.ready = set(state["passed"]), set(), {}
+        self.skip = frozenset(state["passed"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. The control plane
+
+PART_BYTES = 4 << 20  # a value of the store may hold 8 MiB at most
+FOREVER = 7 * 24 * 3600.0  # for threads whose wait is watched by another deadline
+
+
+class Channel:
+    """One connection to the job's store, with the keys of this attempt under a prefix of their own.
+
+    A blocking `pop` holds the whole connection, so every thread that waits has a Channel of its own. Queues vanish
+    when they are empty, so messages leave no key behind. A restarted attempt meets the keys of the old one (torchrun's
+    store outlives it); the prefix carries the restart count and `sweep` deletes what is older.
+    """
+
+    def __init__(self, timeout_s: float = 60.0):
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        self.prefix = f"boba/{self.attempt}/"
+
+    def push(self, queue: str, message: dict) -> None:
+        self.store.queue_push(self.prefix + queue, json.dumps(message).encode())
+
+    def pop(self, queue: str, timeout_s: float, who: str) -> dict:
+        """Next message of `queue`. After `timeout_s` seconds TimeoutError("<who> for <timeout_s> s")."""
+        self.store.set_timeout(timedelta(seconds=timeout_s))
+        try:
+            return json.loads(self.store.queue_pop(self.prefix + queue))
+        except dist.DistStoreError as error:
+            if "timeout" in str(error):
+                raise TimeoutError(f"{who} for {timeout_s:.0f} s") from error
+            raise
+
+    def put(self, key: str, data: bytes) -> None:
+        for part, start in enumerate(range(0, len(data), PART_BYTES)):
+            self.store.set(f"{self.prefix}{key}/{part}", data[start : start + PART_BYTES])
+
+    def fetch(self, key: str, size: int, timeout_s: float = 60.0) -> bytes:
+        """The `size` bytes that were `put` under `key`; they are deleted from the store."""
+        self.store.set_timeout(timedelta(seconds=timeout_s))
+        keys = [f"{self.prefix}{key}/{part}" for part in range(-(-size // PART_BYTES))]
+        data = b"".join(self.store.get(k) for k in keys)
+        for k in keys:
+            self.store.delete_key(k)
+        if len(data) != size:
+            raise RuntimeError(f"{key}: {len(data)} bytes in the store, {size} announced")
+        return data
+
+    def next_ticket(self) -> int:
+        return self.store.add(self.prefix + "ticket", 1) - 1
+
+    def first_ticket(self, ticket: int) -> None:
+        """Set where the counter starts. Trainer 0 does it before anything is admitted."""
+        self.store.set(self.prefix + "ticket", str(ticket))
+
+    def sweep(self, queues: Iterable[str]) -> None:
+        """Delete what earlier attempts left."""
+        for key in self.store.list_keys():
+            key = key.decode() if isinstance(key, bytes) else key
+            name = key.lstrip("/")
+            if name.startswith("boba/") and int(name.split("/")[1]) < self.attempt:
+                self.store.delete_key(key)
+        for attempt in range(self.attempt):
+            for queue in queues:
+                while self.store.queue_len(f"boba/{attempt}/{queue}"):
+                    self.store.queue_pop(f"boba/{attempt}/{queue}", False)
+
+
+class Dispatcher:
+    """Trainer rank 0's side of the control plane: it alone publishes, so every generator sees one order of events.
+
+    A thread receives what generators send, also while a step is being trained, so a rejection moves the admission
+    limit at once. Notices to generators: {"do": "admit", "version", "rejected", "skip"} (one record: the two numbers
+    are never read apart), {"do": "update", "version"}, {"do": "evaluate", "share", "shares"}, {"do": "stop"}.
+    Messages from generators: "ready", "group", "paused", "loaded", "evaluated"; each may carry "events" (for the
+    trace) and "stats" (seconds spent, tokens made).
+    """
+
+    def __init__(self, queue: StalenessQueue, generators: list[int], batch_timeout: float, update_timeout: float,
+                 max_rejections: int, fail: Callable[[BaseException], None]):  # fmt: skip
+        self.queue, self.generators = queue, generators
+        self.batch_timeout, self.update_timeout, self.max_rejections = batch_timeout, update_timeout, max_rejections
+        self.changed = threading.Condition()
+        self.replies: dict[tuple, dict[int, dict]] = {}  # (kind, version) -> rank -> message
+        self.checksums: dict[int, int] = {}  # version -> checksum of what was sent
+        self.events: list[tuple[int, list]] = []  # (rank, its events)
+        self.stats: dict[int, dict] = {rank: {} for rank in generators}
+        self.heard: dict[int, float] = {rank: time.monotonic() for rank in generators}
+        self.out = Channel()
+        self.out.first_ticket(queue.oldest)
+        self.fail = fail
+        threading.Thread(target=self._receive, args=(Channel(),), daemon=True, name="inbox").start()
+
+    # -- from generators
+
+    def _receive(self, channel: Channel) -> None:
+        try:
+            while True:
+                message = channel.pop("inbox", FOREVER, "inbox")
+                with self.changed:
+                    self._handle(message)
+                    self.changed.notify_all()
+        except BaseException as error:
+            self.fail(error)
+
+    def _handle(self, message: dict) -> None:
+        kind, rank = message["kind"], message["rank"]
+        self.events.append((rank, message.get("events", [])))
+        if rank in self.heard:
+            self.heard[rank] = time.monotonic()
+            self.stats[rank] = message.get("stats", self.stats[rank])
+        if kind == "group":
+            self.queue.finish(message["ticket"], message, message["accepted"])
+            if not message["accepted"]:
+                if self.queue.rejected_in_a_row >= self.max_rejections:
+                    raise RuntimeError(
+                        f"{self.queue.rejected_in_a_row} groups in a row were rejected (the last pass rate was "
+                        f"{message['pass_rate']:.2f}): the problems are too hard or too easy for the filter"
+                    )
+                self._publish()
+        elif kind != "trainer":  # a trainer rank's message brings nothing but events
+            self.replies.setdefault((kind, message.get("version")), {})[rank] = message
+            if kind == "loaded":
+                self._check_loaded(message["version"])
+
+    def _check_loaded(self, version: int) -> None:
+        sent = self.checksums.get(version)
+        for rank, message in self.replies.get(("loaded", version), {}).items():
+            if sent is not None and message["checksum"] != sent:
+                raise RuntimeError(
+                    f"generator rank {rank} holds other weights than the trainer at version {version}: checksum "
+                    f"{message['checksum']:016x}, sent {sent:016x}"
+                )
+
+    # -- waiting
+
+    def next_batch(self) -> tuple[list[dict], int]:
+        """(headers of the next batch's groups in ticket order, groups left that are finished already)."""
+        deadline = time.monotonic() + self.batch_timeout
+        with self.changed:
+            while (batch := self.queue.take()) is None:
+                if not self.changed.wait(deadline - time.monotonic()):
+                    silent = {rank: f"{time.monotonic() - t:.0f} s" for rank, t in self.heard.items()}
+                    raise TimeoutError(
+                        f"trainer rank 0 waited {self.batch_timeout:.0f} s for batch {self.queue.version}: "
+                        f"{len(self.queue.ready)} of {self.queue.groups} groups are finished, ticket "
+                        f"{self.queue.oldest_unfinished()} is not; generator ranks were last heard of {silent} ago"
+                    )
+            return batch, len(self.queue.ready)
+
+    def gather(self, kind: str, version: int | None, timeout_s: float) -> dict[int, dict]:
+        """The `kind` message of every generator; TimeoutError names those that are missing."""
+        deadline = time.monotonic() + timeout_s
+        with self.changed:
+            replies = self.replies.setdefault((kind, version), {})
+            while len(replies) < len(self.generators):
+                if not self.changed.wait(deadline - time.monotonic()):
+                    missing = sorted(set(self.generators) - set(replies))
+                    raise TimeoutError(
+                        f"trainer rank 0 waited {timeout_s:.0f} s for {kind!r} (version {version}) from generator "
+                        f"rank(s) {missing}"
+                    )
+            return self.replies.pop((kind, version))
+
+    # -- to generators
+
+    def notify(self, notice: dict) -> None:
+        for rank in self.generators:
+            self.out.push(f"notices/{rank}", notice)
+
+    def _publish(self) -> None:
+        self.notify({"do": "admit", "version": self.queue.version, "rejected": self.queue.rejected,
+                     "skip": sorted(self.queue.skip)})  # fmt: skip
+
+    def publish(self) -> None:
+        """Announce (version, rejected), read together: the lock is what makes it one record."""
+        with self.changed:
+            self._publish()
+
+    def begin_update(self, version: int, names: list[list]) -> None:
+        """Have every generator interrupt what it decodes; returns once all of them wait for weights. `names`, the
+        manifest, goes along with the first update. The update before must have arrived everywhere by now."""
+        first = not self.checksums
+        for old in self.checksums:
+            self.gather("loaded", old, self.update_timeout)
+        with self.changed:
+            self.notify({"do": "update", "version": version, "manifest": names if first else None})
+        self.gather("paused", version, self.update_timeout)
+
+    def sent(self, version: int, checksum: int) -> None:
+        """The last bucket is out. The trainer goes on; arrival is checked as the `loaded` messages come in."""
+        with self.changed:
+            self.checksums = {version: checksum}
+            self._check_loaded(version)
+
+    def trained(self) -> None:
+        """The batch is trained and its weights are on their way: admit more. Not before `begin_update`, or a generator
+        could see the new version and admit by it while it still has the old weights loaded."""
+        with self.changed:
+            self.queue.trained()
+            self._publish()
+
+    def state(self) -> dict:
+        with self.changed:
+            return self.queue.state()
+
+    def stop(self) -> None:
+        with self.changed:
+            self.notify({"do": "stop"})
+
+    def evaluate(self, timeout_s: float) -> list[dict]:
+        """pass@1 shares of all generators. Nothing is admitted and no update runs meanwhile."""
+        with self.changed:
+            for share, rank in enumerate(self.generators):
+                self.out.push(f"notices/{rank}", {"do": "evaluate", "share": share, "shares": len(self.generators)})
+        return list(self.gather("evaluated", None, timeout_s).values())
+
+    def take_events(self) -> list[tuple[int, list]]:
+        with self.changed:
+            events, self.events = self.events, []
+            return events
+
+
+def die(role: str, rank: int, error: BaseException) -> None:
+    """Print the error, rank first, and end this process at once; torchrun then ends the others.
+
+    `os._exit` because threads blocked in a store or in a collective would keep the interpreter alive. An error that
+    only says that a peer is gone is held back for a few seconds: the peer's own error, or torchrun's report of its
+    signal, is the cause and comes first (and torchrun usually ends this rank before the time is up).
+    """
+    text = f"{type(error).__name__}: {error}"
+    lost_peer = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(s in text for s in ("Connection closed", "Connection reset", "gloo"))
+    )
+    if lost_peer:
+        time.sleep(5)
+    try:
+        with contextlib.suppress(OSError):  # whoever read our output may be gone, too
+            sys.stdout.flush()
+        trace = "".join(traceback.format_exception(error))
+        print(f"\n[rank {rank}, {role}] {text}\n{trace}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Weights
+
+ALIGN = 16  # bytes; keeps every tensor of a bucket viewable as 64-bit words
+
+
+def manifest(named: Iterable[tuple[str, torch.Tensor]]) -> list[list]:
+    """[[name, shape], ...] of what an update carries; both sides must agree before the first one."""
+    return [[name, list(tensor.shape)] for name, tensor in named]
+
+
+def check_manifest(sent: list[list], held: list[list], rank: int) -> None:
+    """Refuse to start if the generator's parameters are not the trainer's: an unknown name would be lost silently."""
+    sent_names, held_names = {n: s for n, s in sent}, {n: s for n, s in held}
+    missing, extra = sorted(set(held_names) - set(sent_names)), sorted(set(sent_names) - set(held_names))
+    shapes = [n for n in sent_names if n in held_names and list(sent_names[n]) != list(held_names[n])]
+    moved = [s for (s, _), (h, _) in zip(sent, held, strict=False) if s != h]  # buckets are laid out in this order
+    if missing or extra or shapes or moved:
+        raise RuntimeError(
+            f"generator rank {rank} and the trainer hold different models: the trainer lacks {missing[:3]}, the "
+            f"generator lacks {extra[:3]}, shapes differ for {shapes[:3]}, order differs at {moved[:3]}"
+        )
+
+
+def buckets(named: list[tuple[str, torch.Tensor]], dtype: torch.dtype, bucket_bytes: int) -> list[list[tuple]]:
+    """Pure function of names, shapes and dtype, so no layout is sent: [[(name, tensor, offset), ...], ...], offsets in
+    elements. A tensor larger than `bucket_bytes` has a bucket to itself."""
+    size, align = torch.finfo(dtype).bits // 8, ALIGN // (torch.finfo(dtype).bits // 8)
+    result, end = [[]], 0
+    for name, tensor in named:
+        if result[-1] and (end + tensor.numel()) * size > bucket_bytes:
+            result.append([])
+            end = 0
+        result[-1].append((name, tensor, end))
+        end += -(-tensor.numel() // align) * align
+    return result
+
+
+def _bucket_numel(bucket: list[tuple]) -> int:
+    _, tensor, offset = bucket[-1]
+    return offset + tensor.numel()
+
+
+def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the tensor's bits, read as the widest integers that fit; wraps around, never rounds."""
+    flat = tensor.detach().reshape(-1)
+    size = flat.numel() * flat.element_size()
+    for word in (torch.int64, torch.int32, torch.int16, torch.int8):
+        if size % word.itemsize == 0 and word.itemsize >= flat.element_size():
+            return flat.view(word).sum(dtype=torch.int64)
+    return flat.view(torch.int16 if flat.element_size() == 2 else torch.int32).sum(dtype=torch.int64)
+
+
+def combine(sums: list[torch.Tensor]) -> int:
+    """One number for a list of word sums; exchanging two tensors changes it."""
+    total = 0
+    for value in torch.stack(sums).tolist():
+        total = (total * 1_000_003 + value) % ((1 << 61) - 1)  # a prime: every bit of every sum counts
+    return total
+
+
+@torch.no_grad()
+def send_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torch.dtype, device: torch.device,
+                 bucket_bytes: int, root: bool) -> int | None:  # fmt: skip
+    """Gather every parameter over the trainers; rank 0 (`root`) packs them into buckets of the generators' dtype and
+    broadcasts them to `group`. Every trainer rank calls it, since gathering is a collective. Returns the checksum of
+    what was sent (root) or None.
+
+    Two buffers: while one is on its way the next is filled, and none is touched before its broadcast is over.
+    """
+    plan = buckets(named, dtype, bucket_bytes)
+    buffers, pending, sums = [None, None], None, []
+    if root:
+        size = max(_bucket_numel(bucket) for bucket in plan)
+        buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(min(2, len(plan)))]
+    for i, bucket in enumerate(plan):
+        flat = buffers[i % 2]
+        for _, tensor, offset in bucket:
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if root:
+                part = flat[offset : offset + full.numel()]
+                part.copy_(full.reshape(-1))
+                sums.append(_word_sum(part))
+        if root:
+            if pending is not None:
+                pending.wait()
+            pending = dist.broadcast(flat[: _bucket_numel(bucket)], src=0, group=group, async_op=True)
+    if root:
+        pending.wait()
+        return combine(sums)
+    return None
+
+
+@torch.no_grad()
+def receive_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torch.dtype, device: torch.device,
+                    bucket_bytes: int) -> int:  # fmt: skip
+    """The other end: load every bucket into the generator's own tensors; returns the checksum of these tensors as
+    they are afterwards, not of the bytes that came in."""
+    plan = buckets(named, dtype, bucket_bytes)
+    size = max(_bucket_numel(bucket) for bucket in plan)
+    buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(min(2, len(plan)))]
+
+    def start(i: int):
+        return dist.broadcast(buffers[i % 2][: _bucket_numel(plan[i])], src=0, group=group, async_op=True)
+
+    pending = start(0)
+    for i, bucket in enumerate(plan):
+        pending.wait()
+        pending = start(i + 1) if i + 1 < len(plan) else None
+        for _, tensor, offset in bucket:
+            tensor.copy_(buffers[i % 2][offset : offset + tensor.numel()].view(tensor.shape))
+    return combine([_word_sum(tensor) for _, tensor in named])

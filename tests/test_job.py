@@ -1,0 +1,253 @@
+"""Whole jobs, started with torchrun as a user does: they learn, resume exactly, fail loudly, and leave nothing behind.
+
+    pytest tests/test_job.py                 # a few minutes: some small jobs
+    pytest tests/test_job.py -m slow         # the toy in full, three seeds
+"""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, SMALL, rows
+
+SUMMARY = {"pass@1_before", "pass@1_after", "problems", "steps", "seconds", "max_staleness_bound", "max_staleness_seen",
+           "answers_per_second", "engine"}  # fmt: skip
+ROW = {"reward", "pass_rate", "staleness_mean", "staleness_max", "staleness_histogram", "head_staleness",
+       "tail_staleness", "clip_fraction", "kl_current_proximal", "kl_proximal_behaviour", "dropped_fraction", "entropy",
+       "grad_norm", "lr", "length_mean", "length_max", "truncated_fraction", "tokens_per_second", "trainer_seconds",
+       "generator_seconds", "queue_depth"}  # fmt: skip
+
+
+def patched(folder: Path, body: str) -> Path:
+    """A script that runs train.py after `body`, which may break something in one rank."""
+    script = folder / "patched.py"
+    script.write_text(f"import os, signal, sys, time\nimport train\nRANK = int(os.environ['RANK'])\n{body}\n"
+                      f"if __name__ == '__main__':\n    train.main()\n")  # fmt: skip
+    return script
+
+
+def first_error(text: str) -> str:
+    """The first line that reports a failure: a rank's own, or torchrun's report of a signal."""
+    return next((line for line in text.splitlines() if re.search(r"^\[rank \d|exitcode", line)), "no error line")
+
+
+def test_three_ranks_leave_a_complete_run(job, tmp_path, warm_runs):
+    # Two trainers and one generator: every kind of rank-to-rank traffic there is.
+    one = job(*SMALL, "--trainers", 2, "--runs_dir", warm_runs, "--run_name", "three", ranks=3)
+    assert one.wait() == 0, one.text()
+    folder = warm_runs / "three"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert SUMMARY <= set(summary) and summary["steps"] == 4 and summary["problems"] == 8
+    assert summary["max_staleness_seen"] <= summary["max_staleness_bound"] == 2
+    for name, value in summary.items():  # the last table on the terminal has the same numbers
+        shown = f"{value:.3f}" if isinstance(value, float) else str(value)
+        assert re.search(rf"^  {re.escape(name)} +{re.escape(shown)}$", one.text(), re.M), name
+    table = rows(folder)
+    assert [row["step"] for row in table] == [0, 1, 2, 3]
+    for row in table:
+        assert row.keys() >= ROW
+        assert row["answers"] == 16 and row["staleness_max"] <= 2
+        assert sum(row["staleness_histogram"].values()) == row["loss_tokens"]
+        assert row["tickets"] == [4 * row["step"], 4 * row["step"] + 3]
+    assert max(row["grad_norm"] for row in table) > 0  # 0 only where all answers have one reward
+    assert table[0]["logprob_gap"] < 1e-4  # same weights on both sides: generator and trainer agree
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    assert settings["groups"] == 4 and settings["trainers"] == 2 and settings["derived"]["held out"] == 8
+    events = json.loads((folder / "trace.json").read_text())
+    names = {(event["pid"], event["name"]) for event in events}
+    assert {(0, "train"), (1, "train"), (0, "sync"), (0, "wait"), (0, "log-probabilities"), (2, "generate"),
+            (2, "score"), (2, "interrupted")} <= names  # fmt: skip
+    assert all(event["dur"] >= 0 and event["ts"] > 0 for event in events if event["ph"] == "X")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert model(**tokenizer("3 + 4 =", return_tensors="pt")).logits.shape[-1] == len(tokenizer)
+    assert not one.members()
+
+
+def test_a_second_run_gets_a_folder_of_its_own_and_the_same_warm_start(job, warm_runs):
+    warm = sorted(warm_runs.glob("warm-*"))
+    stamps = [path.stat().st_mtime_ns for path in warm]
+    for number in range(2):
+        one = job(*SMALL, "--steps", 1, "--eval_problems", 0, "--runs_dir", warm_runs)
+        assert one.wait() == 0, one.text()
+        assert (warm_runs / ("toy" if not number else "toy-2") / "summary.json").is_file()
+    assert not warm or [path.stat().st_mtime_ns for path in warm] == stamps
+    assert not [path for path in warm_runs.iterdir() if path.name.startswith(".")]  # nothing half-written
+
+
+def test_a_job_killed_whole_resumes_on_the_same_problems(job, warm_runs):
+    settings = [*SMALL, "--steps", 6, "--checkpoint_every", 2, "--runs_dir", warm_runs, "--filter_upper", 0.9]
+    straight = job(*settings, "--run_name", "straight")
+    assert straight.wait() == 0, straight.text()
+    killed = job(*settings, "--run_name", "killed")
+    folder = warm_runs / "killed"
+    killed.until(lambda: (folder / "metrics.jsonl").exists() and len(rows(folder)) >= 4)
+    killed.kill()
+    assert not killed.members()
+    (folder / "metrics.jsonl").open("a").write('{"step": 99')  # killed in the middle of a line
+    resumed = job(*settings, "--run_name", "killed", "--resume", "true")
+    assert resumed.wait() == 0, resumed.text()
+    table = rows(folder)
+    assert [row["step"] for row in table] == list(range(6))  # no gap, no repeat
+    seconds = [row["seconds"] for row in table]
+    assert seconds == sorted(seconds)
+    # Rejections depend on what is sampled, so a batch's problems are compared where the same were rejected.
+    other = rows(warm_runs / "straight")
+    assert table[0]["problems"] == other[0]["problems"] or table[0]["tickets"] != other[0]["tickets"]
+    state = json.loads(next(iter(sorted((folder / "checkpoints").glob("step-*")))).joinpath("state.json").read_text())
+    queue = state["queue"]
+    assert queue["oldest"] + len(queue["passed"]) == queue["version"] * 4 + queue["rejected"]
+    json.loads((folder / "trace.json").read_text())
+    # Another configuration or other data is named and refused.
+    for change, words in ((["--lr", "1e-5"], "lr=0.0002"), (["--seed", "5"], "seed=1")):
+        refused = job(*settings, *change, "--run_name", "killed", "--resume", "true")
+        assert refused.wait() != 0 and words in refused.text(), refused.text()
+
+
+def test_without_rejections_every_batch_is_the_same_after_a_resume(job, warm_runs):
+    settings = [*SMALL, "--steps", 5, "--checkpoint_every", 2, "--runs_dir", warm_runs]
+    straight = job(*settings, "--run_name", "plain")
+    assert straight.wait() == 0, straight.text()
+    # --max-restarts: torchrun starts the next attempt by itself, which continues unasked.
+    script = patched(warm_runs.parent, """
+import ppo
+real = ppo.ppo_step
+def step(*args, version, **more):
+    if RANK == 0 and version == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, version=version, **more)
+ppo.ppo_step = step
+""")
+    again = job(*settings, "--run_name", "again", script=script, launcher=["--max-restarts", "2"])
+    assert again.wait() == 0, again.text()
+    one, two = rows(warm_runs / "plain"), rows(warm_runs / "again")
+    assert [row["step"] for row in two] == list(range(5))
+    assert [row["problems"] for row in one] == [row["problems"] for row in two]
+    assert json.loads((warm_runs / "again" / "summary.json").read_text())["pass@1_before"] is not None
+    assert not again.members()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_job_with_its_name(job, warm_runs, victim):
+    one = job(*SMALL, "--steps", 1000, "--runs_dir", warm_runs, "--run_name", f"victim{victim}")
+    folder = warm_runs / f"victim{victim}"
+    one.until(lambda: (folder / "metrics.jsonl").exists() and len(rows(folder)) >= 2)
+    os.kill(one.ranks()[victim], signal.SIGKILL)
+    start = time.monotonic()
+    assert one.wait(15) != 0
+    assert time.monotonic() - start < 15
+    error = first_error(one.text())
+    assert "-9" in error and f"local_rank: {victim}" in error, one.text()
+    assert not one.members()  # scoring workers included
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_exception_in_a_rank_is_the_first_line_and_ends_the_job(job, warm_runs, victim):
+    body = ["import ppo\ndef broken(*a, **k): raise ArithmeticError('a broken loss')\nppo.ppo_step = broken",
+            "import rollout\nasync def broken(*a, **k): raise ArithmeticError('a broken loss')\n"
+            "rollout.sample_and_score = broken"][victim]  # fmt: skip
+    script = patched(warm_runs.parent, body)
+    one = job(*SMALL, "--runs_dir", warm_runs, "--run_name", f"raises{victim}", script=script)
+    assert one.wait() != 0
+    role = ["trainer", "generator"][victim]
+    assert first_error(one.text()) == f"[rank {victim}, {role}] ArithmeticError: a broken loss", one.text()
+    assert not one.members()
+
+
+def test_the_store_is_as_empty_after_a_step_as_before(job, warm_runs):
+    script = patched(warm_runs.parent, """
+import evaluate
+real = evaluate.Records.step
+def step(self, step, groups, stats, lr, depth, dispatcher):
+    real(self, step, groups, stats, lr, depth, dispatcher)
+    waiting = sum(len(group["trajectories"]) for group in dispatcher.queue.ready.values())
+    keys = [k for k in dispatcher.out.store.list_keys() if "trajectory" in str(k)]
+    print("KEYS", dispatcher.out.store.num_keys() - len(keys), len(keys) - waiting, flush=True)
+evaluate.Records.step = step
+""")
+    one = job(*SMALL, "--steps", 6, "--runs_dir", warm_runs, "--run_name", "keys", script=script)
+    assert one.wait() == 0, one.text()
+    counts = re.findall(r"^KEYS (\d+) (-?\d+)", one.text(), re.M)
+    assert len({count for count, _ in counts}) == 1, counts  # everything but trajectories: constant
+    # Trajectories: those of finished groups that wait, give or take groups that are arriving at this moment.
+    assert all(-16 <= int(excess) <= 16 * 4 for _, excess in counts), counts
+
+
+def test_a_lying_queue_is_caught_by_the_loop(job, warm_runs):
+    # The rule is broken on purpose, on both sides: admission without a bound, and no alarm in the queue.
+    script = patched(warm_runs.parent, """
+import sync, rollout
+sync.admission_limit = rollout.admission_limit = lambda *a, steps, groups, **k: steps * groups
+def take(self):
+    batch = sorted(self.ready)[: self.groups]
+    if len(batch) < self.groups or batch[-1] >= self.oldest_unfinished() + 1:
+        return None
+    self.passed.update(batch)
+    headers = [self.ready.pop(ticket) for ticket in batch]
+    self._advance()
+    return headers
+sync.StalenessQueue.take = take
+""")
+    one = job(*SMALL, "--steps", 8, "--max_staleness", 0, "--slots", 32, "--runs_dir", warm_runs,
+              "--run_name", "liar", script=script)  # fmt: skip
+    assert one.wait() != 0
+    assert re.match(r"\[rank 0, trainer\] StalenessError: step \d+: trajectory", first_error(one.text())), one.text()
+
+
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_synchronous_is_the_same_code(job, warm_runs, staleness):
+    one = job(*SMALL, "--max_staleness", staleness, "--eval_problems", 0, "--runs_dir", warm_runs,
+              "--run_name", f"eta{staleness}")  # fmt: skip
+    assert one.wait() == 0, one.text()
+    assert max(row["staleness_max"] for row in rows(warm_runs / f"eta{staleness}")) <= staleness
+
+
+def test_own_data_in_both_formats(job, warm_runs, tmp_path):
+    # The toy model's words, from a file: the real path of a user's own data, with a folder as the model.
+    source = job(*SMALL, "--steps", 1, "--eval_problems", 0, "--runs_dir", warm_runs, "--run_name", "source")
+    assert source.wait() == 0, source.text()
+    lines = [{"prompt": f"{a} + {b} =", "answer": a + b} for a in range(20) for b in range(3)]
+    lines += [{"prompt": f"{a} + 3 =", "solutions": [f"\\boxed{{{a + 3}}}"], "query_id": f"q{a}", "task": "math"}
+              for a in range(20)]  # fmt: skip
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    one = job(*SMALL, "--model", warm_runs / "source" / "model", "--data", "sums.jsonl", "--runs_dir", warm_runs)
+    assert one.wait() == 0, one.text()
+    derived = yaml.safe_load((warm_runs / "sums" / "config.yaml").read_text())["derived"]
+    assert derived["held out"] == 8 and derived["problems"] == 72
+
+
+def test_supervised_objective_trains_on_every_rank(job, warm_runs, tmp_path):
+    one = job("--objective", "sft", "--sft_steps", 30, "--runs_dir", warm_runs, "--checkpoint_every", 10)
+    assert one.wait() == 0, one.text()
+    table = rows(warm_runs / "sft-toy")
+    assert len(table) == 30 and table[-1]["loss"] < 0.7 * table[0]["loss"]
+    assert (warm_runs / "sft-toy" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_toy_learns(job, tmp_path, seed):
+    start = time.monotonic()
+    one = job("--seed", seed)
+    assert one.wait(400) == 0, one.text()
+    seconds = time.monotonic() - start
+    summary = json.loads((tmp_path / "runs" / "toy" / "summary.json").read_text())
+    print(f"seed {seed}: {summary['pass@1_before']:.3f} -> {summary['pass@1_after']:.3f} in {seconds:.0f} s")
+    assert summary["pass@1_before"] < 0.5
+    assert summary["pass@1_after"] >= 0.9
+    assert summary["length_after"] > 1.5 * summary["length_before"]  # it found that thinking pays
+    assert seconds < 180
+
+
+def test_one_rank_and_no_launcher_are_refused_with_what_to_type(job, tmp_path):
+    one = job(ranks=1)
+    assert one.wait(60) != 0
+    assert "torchrun --nproc_per_node 2 train.py" in one.text()
+    assert not list(tmp_path.glob("runs*"))
+    assert ROOT.joinpath("train.py").is_file()

@@ -1,0 +1,234 @@
+"""The transformers engine: every log-probability belongs to the version stamped on it, whatever happens in between.
+
+    pytest tests/test_rollout.py
+"""
+
+import asyncio
+import copy
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import toy
+from reward import Problem
+from rollout import TransformersEngine, encode_problems, hold_out, single_turn, stop_ids
+
+torch.set_num_threads(1)
+EOS = 60
+
+
+def tiny(seed: int, tied: bool = True) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
+                         tie_word_embeddings=tied, attn_implementation="sdpa")  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.ndim > 1 else 1)  # far from uniform, so a wrong version shows
+    return model
+
+
+def make(model, **changes) -> TransformersEngine:
+    settings = dict(temperature=1.0, max_new_tokens=120, max_prompt_tokens=16, stop_ids=[EOS], batch_tokens=16,
+                    cache_bytes=1 << 26, seed=1, timeout_s=10.0)  # fmt: skip
+    return TransformersEngine(model, None, **(settings | changes))
+
+
+async def update(engine, version: int, source: torch.nn.Module) -> None:
+    def fill(named):
+        new = dict(source.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named:
+                tensor.copy_(new[name])
+        return version
+
+    await engine.pause()
+    await engine.load(version, fill)
+    engine.resume()
+
+
+@torch.no_grad()
+def clean(model, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """log p(token i | before) of a plain forward over the whole sequence, [L - 1]."""
+    logits = model(torch.tensor([tokens])).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("tied, temperature", [(True, 1.0), (False, 0.7)])
+def test_logprobs_match_the_version_stamped_on_every_token(tied, temperature):
+    models = [tiny(seed, tied) for seed in (1, 2, 3)]
+    prompts = [[1 + i, 2, 3, 4 + i] for i in range(24)]  # more than fit into a batch: some wait, some run
+
+    async def run():
+        engine = make(copy.deepcopy(models[0]), temperature=temperature)
+        await update(engine, 0, models[0])
+        tasks = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts]
+        for version in (1, 2):
+            while True:  # in the middle of long answers
+                await asyncio.sleep(0.01)
+                counts = [len(piece.latest.generated_tokens) for piece in list(engine._pieces.values()) if piece.latest]
+                if sum(count > 10 for count in counts) >= 4:
+                    break
+            await update(engine, version, models[version])
+        answers = await asyncio.gather(*tasks)
+        engine.close()
+        return answers
+
+    answers = asyncio.run(run())
+    cut = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer.tokens) == len(answer.logprobs) == len(answer.versions)
+        assert answer.versions == sorted(answer.versions)
+        by_version = [clean(model, prompt + answer.tokens, temperature)[len(prompt) - 1 :] for model in models]
+        for i, (logprob, version) in enumerate(zip(answer.logprobs, answer.versions, strict=True)):
+            assert abs(by_version[version][i] - logprob) < 1e-4, (i, version)
+        # Nothing was lost, and an answer that an update cut was never taken for a finished one.
+        if answer.finish_reason == "stop":
+            assert answer.tokens[-1] == EOS and EOS not in answer.tokens[:-1]
+        else:
+            assert answer.finish_reason == "length" and len(answer.tokens) == 120 and EOS not in answer.tokens
+        cut += len(set(answer.versions)) > 1
+        assert (answer.interruptions > 0) == (len(set(answer.versions)) > 1)
+    assert cut >= 4
+    assert {version for answer in answers for version in answer.versions} == {0, 1, 2}
+
+
+def test_sampling_follows_the_policy_and_no_filter_of_the_model():
+    model = tiny(1)
+    # What a published model's folder may ask for; each would make the log-probabilities another distribution's.
+    model.generation_config.update(top_k=2, top_p=0.5, repetition_penalty=1.5, min_p=0.2, temperature=0.3)
+
+    async def run():
+        engine = make(model, max_new_tokens=1)
+        await update(engine, 0, copy.deepcopy(model))
+        answers = await asyncio.gather(*(engine.generate([5, 6, 7]) for _ in range(3000)))
+        engine.close()
+        return answers
+
+    answers = asyncio.run(run())
+    with torch.no_grad():
+        p = model(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
+    counts = torch.bincount(torch.tensor([answer.tokens[0] for answer in answers]), minlength=64) / 3000
+    assert 0.5 * (counts - p).abs().sum() < 0.06  # total variation; two-of-64 sampling would be far off
+    assert (p.topk(2).values.sum() < 0.9) and (counts > 0).sum() > 5
+
+
+def test_a_prompt_waits_for_the_first_weights_and_for_an_update_to_end():
+    async def run():
+        engine = make(tiny(1), max_new_tokens=5)
+        early = asyncio.ensure_future(engine.generate([1, 2]))
+        await asyncio.sleep(0.3)
+        assert not early.done()
+        await update(engine, 7, tiny(2))
+        assert (await early).versions == [7] * 5
+        await engine.pause()
+        late = asyncio.ensure_future(engine.generate([1, 2]))
+        await asyncio.sleep(0.3)
+        assert not late.done()
+        await engine.load(8, lambda named: 0)
+        engine.resume()
+        assert set((await late).versions) == {8}
+        engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_failure_inside_the_engine_reaches_whoever_waits():
+    async def run():
+        model = tiny(1)
+        engine = make(model)
+        await update(engine, 0, copy.deepcopy(model))
+
+        def broken(*args, **kwargs):
+            raise ValueError("a broken kernel")
+
+        model.forward = broken
+        with pytest.raises(RuntimeError, match="broken kernel"):
+            await asyncio.wait_for(engine.generate([1, 2, 3]), 10)
+
+    asyncio.run(run())
+
+
+def test_a_pause_that_does_not_come_has_a_deadline():
+    async def run():
+        model = tiny(1)
+        engine = make(model, timeout_s=0.5)
+        await update(engine, 0, copy.deepcopy(model))
+        real = model.forward
+
+        def slow(*args, **kwargs):
+            time.sleep(1.5)
+            return real(*args, **kwargs)
+
+        model.forward = slow
+        task = asyncio.ensure_future(engine.generate([1, 2, 3], 2))
+        await asyncio.sleep(0.2)
+        with pytest.raises(TimeoutError, match="did not pause within"):
+            await engine.pause()
+        engine.resume()
+        await task
+        engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_cache_too_small_for_one_answer_is_refused():
+    async def run():
+        with pytest.raises(ValueError, match="raise cache_gb"):
+            make(tiny(1), cache_bytes=1 << 10)
+
+    asyncio.run(run())
+
+
+def test_a_trajectory_holds_the_engines_tokens_untouched():
+    tokenizer = toy.build_tokenizer()
+
+    async def run():
+        model = toy.build_model(1)
+        engine = make(model, stop_ids=stop_ids("toy", tokenizer), max_new_tokens=20)
+        engine.tokenizer = tokenizer
+        seen = []
+        real = engine.generate
+
+        async def spy(*args):
+            seen.append((args[0], await real(*args)))
+            return seen[-1][1]
+
+        engine.generate = spy
+        await update(engine, 0, copy.deepcopy(model))
+        (problem,) = encode_problems([Problem("p", "3 + 4 =", ("7",))], tokenizer, 32, chat=False)
+
+        async def score(problem, response):
+            assert response == tokenizer.decode(seen[-1][1].tokens, skip_special_tokens=True)
+            return 1.0
+
+        (trajectory,) = await single_turn(problem, engine, score)
+        engine.close()
+        return problem, seen[0][1], trajectory
+
+    problem, answer, trajectory = asyncio.run(run())
+    assert trajectory.tokens.tolist() == list(problem.prompt_ids) + answer.tokens
+    assert trajectory.loss_mask.tolist() == [False] * len(problem.prompt_ids) + [True] * len(answer.tokens)
+    assert trajectory.reward == 1.0 and trajectory.finish_reason == answer.finish_reason
+    # Nothing in this file turns a response back into tokens.
+    source = Path(encode_problems.__code__.co_filename).read_text()
+    assert len(re.findall(r"(?<!_)tokenizer\(", source)) == 1 and ".encode(" not in source.replace("prompt.encode()", "")
+
+
+def test_prompts_too_long_are_dropped_and_held_out_ones_do_not_depend_on_order():
+    tokenizer = toy.build_tokenizer()
+    problems = [Problem(str(i), f"{i % 40} + {i // 40} =", (str(i % 40 + i // 40),)) for i in range(200)]
+    long = Problem("long", "1 + 1 + 1 + 1 + 1 =", ("5",))
+    kept = encode_problems([*problems, long], tokenizer, 4, chat=False)
+    assert len(kept) == 200 and all(problem.prompt_ids for problem in kept)
+    train, test = hold_out(problems, 50)
+    assert len(test) == 20 and len(train) == 180  # a tenth at most
+    train_back, test_back = hold_out(problems[::-1], 50)
+    assert {p.id for p in test} == {p.id for p in test_back} and {p.id for p in train} == {p.id for p in train_back}
+    twice = problems + [Problem(p.id + "b", p.prompt, p.solutions) for p in problems]
+    train, test = hold_out(twice, 10)
+    assert not {p.prompt for p in train} & {p.prompt for p in test}

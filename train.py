@@ -1,0 +1,578 @@
+"""The whole job: one torchrun command, some ranks generate, the others train, a bounded queue between them.
+
+    torchrun --nproc_per_node 2 train.py                                # the toy: a minute or two, no GPU, no download
+    torchrun --nproc_per_node 2 train.py --resume                       # continue the newest run of that name
+    torchrun --nproc_per_node 8 train.py --model MODEL --data FILE.jsonl --config my.yaml
+    torchrun --nproc_per_node 2 train.py --objective sft                # supervised only, every rank trains
+
+Read it from the bottom: `train` is the life of trainer ranks, its loop comes last. Above it, in order: the
+configuration on one screen, what it refuses, the model, one step of each objective, checkpoints, the run's records.
+
+Left out, and why: no Trainer class and no callbacks (the loop is short enough to edit), no critic and no reference
+model (the recipe has neither), no gradient scaler (bfloat16 compute over float32 weights needs none).
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+import yaml
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, HfArgumentParser
+
+import ppo
+import toy
+from evaluate import (
+    Records,
+    Refused,
+    choose_folder,
+    export,
+    load_checkpoint,
+    pass_at_1,
+    read_state,
+    save_checkpoint,
+)
+from packing import Trajectory, pack, plan_step
+from reward import Problem, Scorer, die_with_parent, load_demonstrations, load_problems
+from rollout import Generator, TransformersEngine, empty_model, encode_problems, hold_out, load_tokenizer, stop_ids
+from sync import Channel, Dispatcher, StalenessError, StalenessQueue, die, manifest, send_weights
+
+
+class Help(str):
+    """A field's help: unit, meaning, off-value. It carries the bounds, and whether a resumed run may change the field,
+    which is so where it alters neither what is trained nor on what."""
+
+    low: float | None = None
+    high: float | None = None
+    free: bool = False
+
+
+def _(default, text: str, low: float | None = None, high: float | None = None, free: bool = False):
+    text = Help(text)
+    text.low, text.high, text.free = low, high, free
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class Config:
+    """Every setting, flat. The defaults are the toy job; `--config FILE.yaml` sets others, the command line wins."""
+
+    # what and where
+    run_name: str = _("", "folder under runs_dir; empty: named after the data, numbered if taken", free=True)
+    runs_dir: str = _("runs", "parent folder of all runs", free=True)
+    resume: bool = _(False, "continue the run from its newest checkpoint", free=True)
+    objective: str = _("rl", "rl, or sft: supervised on rows with prompt and answer, all ranks train")
+    model: str = _("toy", "toy, or folder or hub name of a causal language model")
+    data: str = _("toy", "toy, or a JSONL file: prompt and solutions (or answer), query_id, task")
+    eval_data: str = _("", "JSONL file of held-out problems; empty: set apart from data by a hash")
+    chat: bool = _(False, "render prompts with the tokenizer's chat template; false: verbatim")
+    seed: int = _(1, "of data order, mini-batches, sampling, toy", 0)
+    steps: int = _(25, "train steps (weight versions)", 1, free=True)
+    # roles and engine
+    trainers: int = _(0, "ranks that train, the others generate; 0: half of them", 0, free=True)
+    engine: str = _("auto", "auto or transformers", free=True)
+    slots: int = _(0, "groups in flight per generator; 0: groups / generators, rounded up", 0, free=True)
+    engine_tokens: int = _(96, "tokens per pass of the transformers engine: answers decoded at once", 1, free=True)
+    cache_gb: float = _(1.0, "GiB of KV cache of the transformers engine", 0.001, free=True)
+    # batch
+    groups: int = _(32, "B: problems per train step", 1)
+    answers: int = _(8, "n: answers per problem", 1)
+    max_staleness: int = _(2, "eta: versions between sampling and training at most; 0: synchronous", 0)
+    window: int = _(1, "W: groups may pass the oldest open ticket by less than this; 1: strict order", 1)
+    minibatches: int = _(4, "optimiser steps per train step", 1)
+    microbatch_tokens: int = _(512, "tokens per forward and backward; at least the longest sequence", 2, free=True)
+    max_prompt_tokens: int = _(32, "longer prompts are dropped and counted", 1)
+    max_new_tokens: int = _(160, "budget of an answer", 1)
+    temperature: float = _(1.0, "of sampling, and of the log-probabilities that are trained", 0.01)
+    filter_lower: float = _(0.0, "groups with a lower pass rate are rejected; 0: off", 0, 1)
+    filter_upper: float = _(1.0, "groups with a higher pass rate are rejected; 1: off", 0, 1)
+    # reward and loss
+    reward_bias: float = _(-0.5, "added to the verifier's 0 or 1, before scaling")
+    reward_scaling: float = _(10.0, "so that right is +5 and wrong -5", 1e-6)
+    reward_clip: float = _(20.0, "bound of the scaled reward", 1e-6)
+    gamma: float = _(1.0, "discount per token; 1: none", 0, 1)
+    lam: float = _(1.0, "lambda of GAE; 1: no bootstrap", 0, 1)
+    clip: float = _(0.2, "epsilon of the PPO clip", 1e-6, 0.999)
+    decoupled: bool = _(True, "clip around the proximal policy, weigh by proximal / behaviour; false: plain PPO")
+    behaviour_cap: float = _(5.0, "tokens with a larger proximal / behaviour weight are dropped; 0: none", 0)
+    # optimiser (AdamW on float32 weights)
+    lr: float = _(2e-4, "learning rate, constant after the warm-up", 1e-12)
+    lr_warmup: int = _(0, "train steps of linear warm-up; 0: none", 0)
+    beta1: float = _(0.9, "of Adam", 0, 0.9999)
+    beta2: float = _(0.95, "of Adam", 0, 0.9999)
+    adam_eps: float = _(1e-5, "of Adam", 1e-16)
+    weight_decay: float = _(0.05, "decoupled, on matrices only; 0: off", 0)
+    grad_clip: float = _(1.0, "bound of the global gradient norm; 0: off", 0)
+    # supervised: objective sft, and the warm start of the toy
+    sft_steps: int = _(330, "optimiser steps", 1)
+    sft_tokens: int = _(768, "packed tokens per step, over all trainers", 1)
+    sft_lr: float = _(3e-3, "peak learning rate, then linear to a tenth", 1e-12)
+    # evaluation
+    eval_problems: int = _(200, "held-out problems for pass@1 before and after; 0: none", 0)
+    eval_answers: int = _(4, "answers to each", 1)
+    # device
+    device: str = _("auto", "auto, cpu or cuda", free=True)
+    dtype: str = _("auto", "of compute and generation; auto: bfloat16 on a GPU, float32 on a CPU")
+    attention: str = _("sdpa", "attn_implementation of transformers for the trainer", free=True)
+    bucket_mb: int = _(256, "MiB per broadcast of a weight update", 1, free=True)
+    # checkpoints
+    checkpoint_every: int = _(5, "train steps; 0: only the final model", 0, free=True)
+    keep_checkpoints: int = _(2, "newest ones kept", 1, free=True)
+    # scoring
+    scorers: int = _(1, "worker processes per generator", 1, free=True)
+    score_timeout: float = _(10.0, "seconds per answer", 0.01, free=True)
+    # deadlines, seconds
+    startup_timeout: float = _(600.0, "for all ranks to join and all engines to be up", 1, free=True)
+    batch_timeout: float = _(1800.0, "for a batch, a plan or a notice", 1, free=True)
+    update_timeout: float = _(120.0, "for each stage of a weight update", 1, free=True)
+
+
+def parse(argv: list[str]) -> Config:
+    """Configuration from the command line over an optional `--config FILE.yaml`. Raises Refused."""
+    argv = list(argv)
+    parser = HfArgumentParser(Config, allow_abbrev=False)
+
+    def refuse(message: str):
+        raise Refused(message)
+
+    parser.error = refuse  # argparse would print its usage once a rank
+    if "--config" in argv:
+        at = argv.index("--config")
+        path = argv[at + 1] if at + 1 < len(argv) else ""
+        del argv[at : at + 2]
+        try:
+            values = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise Refused(f"--config {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise Refused(f"--config {path}: expected lines of `name: value`")
+        kinds = {f.name: f.type for f in dataclasses.fields(Config)}
+        for name, value in values.items():
+            if name not in kinds:
+                raise Refused(f"--config {path}: there is no setting {name!r}")
+            fits = isinstance(value, kinds[name]) or (kinds[name] is float and type(value) is int)
+            if not fits or (isinstance(value, bool) and kinds[name] is not bool):
+                raise Refused(f"--config {path}: {name} must be of type {kinds[name].__name__}, not {value!r}")
+        parser.set_defaults(**values)
+    return parser.parse_args_into_dataclasses(argv)[0]
+
+
+def check(cfg: Config, world: int) -> Config:
+    """Fill in what is derived from the number of ranks; refuse what contradicts itself, before anything is loaded."""
+    cfg = dataclasses.replace(cfg)
+
+    def need(condition: bool, sentence: str) -> None:
+        if not condition:
+            raise Refused(sentence)
+
+    choices = {"objective": ("rl", "sft"), "engine": ("auto", "transformers"), "device": ("auto", "cpu", "cuda"),
+               "dtype": ("auto", "float32", "bfloat16")}  # fmt: skip
+    for name, allowed in choices.items():
+        need(getattr(cfg, name) in allowed, f"{name} must be one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
+    need(cfg.device != "cuda" or torch.cuda.is_available(), "device is cuda, but torch sees no GPU here")
+    rl = cfg.objective == "rl"
+    if rl:
+        need(world >= 2, "one rank cannot both train and generate: type `torchrun --nproc_per_node 2 train.py`")
+        cfg.trainers = cfg.trainers or world // 2
+        need(1 <= cfg.trainers < world, f"trainers={cfg.trainers} of {world} ranks leaves nobody to generate")
+    else:
+        need(cfg.trainers in (0, world), f"objective sft makes all {world} ranks trainers, trainers={cfg.trainers} not")
+        cfg.trainers = world
+    for f in dataclasses.fields(cfg):
+        value, low, high = getattr(cfg, f.name), f.metadata["help"].low, f.metadata["help"].high
+        need(not isinstance(value, float) or math.isfinite(value), f"{f.name} must be a finite number, not {value}")
+        need(low is None or value >= low, f"{f.name} must be at least {low}, not {value}")
+        need(high is None or value <= high, f"{f.name} must be at most {high}, not {value}")
+    need(cfg.filter_lower < cfg.filter_upper, f"no group passes a filter from {cfg.filter_lower} to {cfg.filter_upper}")
+    longest = cfg.max_prompt_tokens + cfg.max_new_tokens
+    need(cfg.microbatch_tokens >= longest,
+         f"microbatch_tokens={cfg.microbatch_tokens} is less than the longest sequence, max_prompt_tokens + "
+         f"max_new_tokens = {longest}: such a sequence could never be trained")  # fmt: skip
+    need(cfg.minibatches <= cfg.groups * cfg.answers,
+         f"{cfg.groups} x {cfg.answers} answers cannot be split into {cfg.minibatches} mini-batches")  # fmt: skip
+    need(cfg.window <= cfg.max_staleness * cfg.groups + 1,
+         f"window={cfg.window} is more than max_staleness * groups + 1 = {cfg.max_staleness * cfg.groups + 1}: "
+         f"admission would stop before a batch is complete, and the job would wait for ever")  # fmt: skip
+    need(cfg.decoupled or cfg.max_staleness == 0,
+         f"decoupled=false with max_staleness={cfg.max_staleness} would clip around a policy that is up to "
+         f"{cfg.max_staleness} versions old; only max_staleness=0 may go without")  # fmt: skip
+    need((cfg.model == "toy") == (cfg.data == "toy"),
+         f"model={cfg.model} with data={cfg.data}: the toy model knows only the toy's words")  # fmt: skip
+    for name in ("data", "eval_data"):
+        path = getattr(cfg, name)
+        need(path in ("", "toy") or Path(path).is_file(), f"{name}: there is no file {path}")
+    if rl and not cfg.slots:
+        cfg.slots = -(-cfg.groups // (world - cfg.trainers))
+    return cfg
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who am I, which data, which model
+
+
+def scaled_reward(cfg: Config, reward: float) -> float:
+    """(reward + bias) x scaling, clipped: +5 / -5 by default."""
+    return max(-cfg.reward_clip, min(cfg.reward_clip, (reward + cfg.reward_bias) * cfg.reward_scaling))
+
+
+@dataclass
+class Rank:
+    """One process's place in the job."""
+
+    rank: int
+    world: int
+    trainers: int
+    device: torch.device
+    dtype: torch.dtype  # of compute and generation
+    folder: Path = None  # of the run
+    checkpoint: Path | None = None  # to continue from
+    warm: bool = False  # the toy's warm start is kept already
+    trainer_group: dist.ProcessGroup = None
+    weight_group: dist.ProcessGroup = None
+
+    @property
+    def role(self) -> str:
+        return "trainer" if self.rank < self.trainers else "generator"
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """In place, over the trainer ranks."""
+        dist.all_reduce(tensor, group=self.trainer_group)
+
+    def share(self) -> dict:
+        """What the arithmetic needs to know of ranks."""
+        return {"rank": self.rank, "ranks": self.trainers, "all_reduce": self.sum, "device": self.device}
+
+
+def join(cfg: Config) -> Rank:
+    """Process groups and the run's folder. The world is gloo; the trainers' mesh and the weights' group are NCCL where
+    ranks have GPUs of their own."""
+    rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if cuda else torch.float32}
+    me = Rank(rank, world, cfg.trainers, device, dtype[cfg.dtype])
+    # A store of this attempt's own: torch would use the names of the attempt before, and connect to dead ranks.
+    channel = Channel(cfg.startup_timeout)
+    store = dist.PrefixStore(f"{channel.prefix}world", channel.store)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=cfg.startup_timeout), store=store, rank=rank,
+                            world_size=world)  # fmt: skip
+    own_gpus = cuda and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    backend = "nccl" if own_gpus else "gloo"
+    trainers, generators = list(range(cfg.trainers)), list(range(cfg.trainers, world))
+    me.trainer_group = dist.new_group(trainers, timedelta(seconds=cfg.batch_timeout), backend)
+    if generators:
+        me.weight_group = dist.new_group([0, *generators], timedelta(seconds=cfg.update_timeout), backend)
+    choice = [None]
+    if rank == 0:
+        choice = [(*choose_folder(cfg), (warm_folder(cfg) / "config.json").is_file())]
+    dist.broadcast_object_list(choice)  # one rank looks: another job may be writing under the same parent folder
+    folder, checkpoint, me.warm = choice[0]
+    if not folder:
+        raise Refused(checkpoint)
+    me.folder = Path(folder)
+    me.checkpoint = me.folder / "checkpoints" / checkpoint if checkpoint else None
+    return me
+
+
+def load_data(cfg: Config, tokenizer) -> tuple[list[Problem], list[Problem], str, int]:
+    """(training problems, held-out problems, fingerprint, prompts dropped as too long). Raises Refused."""
+    try:
+        if cfg.data == "toy":
+            problems, test = (
+                [Problem(row["query_id"], row["prompt"], tuple(row["solutions"])) for row in toy.problems(*args)]
+                for args in (("train", 1024, cfg.seed), ("test", cfg.eval_problems, 0))
+            )
+        else:
+            problems, test = load_problems(cfg.data), load_problems(cfg.eval_data) if cfg.eval_data else []
+            if not test and cfg.eval_problems:
+                problems, test = hold_out(problems, cfg.eval_problems)
+    except (OSError, ValueError) as error:
+        raise Refused(str(error)) from error
+    kept = encode_problems(problems, tokenizer, cfg.max_prompt_tokens, cfg.chat)
+    test = encode_problems(test[: cfg.eval_problems], tokenizer, cfg.max_prompt_tokens, cfg.chat)
+    if not kept:
+        raise Refused(f"{cfg.data}: all {len(problems)} prompts exceed max_prompt_tokens={cfg.max_prompt_tokens}")
+    content = json.dumps([[problem.prompt_ids, problem.solutions] for problem in kept]).encode()
+    return kept, test, hashlib.sha256(content).hexdigest()[:16], len(problems) - len(kept)
+
+
+def demonstrations(cfg: Config, tokenizer) -> list[Trajectory]:
+    """Supervised examples as trajectories: the answer and its end are what is trained."""
+    try:
+        rows = toy.demonstrations(4096, cfg.seed) if cfg.data == "toy" else load_demonstrations(cfg.data)
+    except (OSError, ValueError) as error:
+        raise Refused(str(error)) from error
+    examples = []
+    for index, (prompt, answer) in enumerate(rows):
+        example, ids = Trajectory(ticket=0, index=index), tokenizer(answer, add_special_tokens=False)["input_ids"]
+        example.append(tokenizer(prompt)["input_ids"])
+        example.append(ids + [tokenizer.eos_token_id], [0.0] * (len(ids) + 1), [0] * (len(ids) + 1))
+        if len(example.tokens) <= cfg.microbatch_tokens:
+            examples.append(example)
+    if not examples:
+        raise Refused(f"{cfg.data}: every example is longer than microbatch_tokens={cfg.microbatch_tokens}")
+    return examples
+
+
+def build_policy(cfg: Config, me: Rank, source: str) -> ppo.Policy:
+    """The model under FSDP2: float32 weights, gradients and Adam state, compute in `dtype`. `source` is a folder or hub
+    name, or "" for an untrained one (the toy before its warm start, or a checkpoint follows)."""
+    kind = {"dtype": torch.float32, "attn_implementation": cfg.attention}
+    if source:
+        model = AutoModelForCausalLM.from_pretrained(source, **kind)
+    else:
+        model = empty_model(cfg.model, torch.float32, cfg.seed)
+        model.set_attn_implementation(cfg.attention)
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, name, None):
+            raise Refused(f"{cfg.model} scales its logits by {name}, which log-probabilities from hidden states ignore")
+    policy = ppo.Policy(model.eval().to(me.device), cfg.temperature)  # eval: dropout would change log-probabilities
+    mesh = DeviceMesh.from_group(me.trainer_group, me.device.type, mesh_dim_names=("trainers",))
+    mixed = MixedPrecisionPolicy(param_dtype=me.dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in (model._no_split_modules or ()):
+            fully_shard(module, mesh=mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=mesh, mp_policy=mixed)
+    return policy
+
+
+def build_optimizer(cfg: Config, policy: nn.Module, lr: float) -> torch.optim.AdamW:
+    matrices = [p for p in policy.parameters() if p.ndim >= 2]
+    vectors = [p for p in policy.parameters() if p.ndim < 2]  # norms and biases are not decayed
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+
+
+def derive(cfg: Config, me: Rank, sizes: dict) -> dict:
+    """What follows from the configuration: for config.yaml and the first lines on the terminal."""
+    generators = list(range(me.trainers, me.world))
+    found = f"{torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "no GPU"
+    lines = {
+        "ranks": f"{me.world}: trainers {list(range(me.trainers))}, generators {generators}",
+        "device": f"{me.device.type} ({cfg.device}: {found}), compute in {me.dtype}, weights and Adam in float32",
+    }
+    if generators:
+        sequences = cfg.groups * cfg.answers
+        lines |= {
+            "engine": f"transformers ({cfg.engine}: the one engine built in), {cfg.slots} groups in flight a generator",
+            "batch": f"{cfg.groups} groups x {cfg.answers} answers = {sequences} sequences, {cfg.minibatches} "
+                     f"mini-batches of {sequences // cfg.minibatches}, micro-batches of {cfg.microbatch_tokens} tokens",
+            "staleness": f"at most {cfg.max_staleness}: {cfg.groups} x ({cfg.max_staleness} + 1) groups are started "
+                         f"before the first step is done",
+        }  # fmt: skip
+    return lines | sizes | {"torch": str(torch.__version__), "transformers": transformers.__version__}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Supervised: an objective of its own, and the toy's warm start
+
+
+def train_supervised(cfg: Config, me: Rank, tokenizer) -> None:
+    """`--objective sft`: every rank trains; the model ends up where reinforcement would put it."""
+    examples = demonstrations(cfg, tokenizer)
+    content = json.dumps([example.tokens.tolist() for example in examples]).encode()
+    fingerprint = hashlib.sha256(content).hexdigest()[:16]
+    state = read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
+    records = Records(me.folder, me.rank, me.rank == 0, cfg.sft_steps, state["version"], state["records"])
+    records.open(cfg, derive(cfg, me, {"examples": len(examples), "data": fingerprint}), me.trainers, me.world)
+    policy = build_policy(cfg, me, "" if cfg.model == "toy" or me.checkpoint else cfg.model)
+    optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
+    if me.checkpoint:
+        load_checkpoint(me.checkpoint, me.trainer_group, policy, optimizer)
+
+    def each(done: int, row: dict) -> None:
+        records.supervised(row)
+        if cfg.checkpoint_every and done % cfg.checkpoint_every == 0 and done < cfg.sft_steps:
+            kept = {"fingerprint": fingerprint, "records": records.state()}
+            save_checkpoint(me.folder, me.trainer_group, me.rank == 0, policy, optimizer, done, cfg, kept)
+
+    ppo.supervised(policy, optimizer, examples, cfg, start=state["version"], each=each, **me.share())
+    export(me.folder / "model", me.rank == 0, policy, tokenizer)
+    records.finish_supervised()
+
+
+def warm_folder(cfg: Config) -> Path:
+    """Where the toy's warm start is kept: named by everything that it depends on."""
+    names = ("sft_steps", "sft_tokens", "sft_lr", "seed", "beta1", "beta2", "adam_eps", "weight_decay", "grad_clip")
+    content = json.dumps([getattr(cfg, n) for n in names]) + Path(toy.__file__).read_text()
+    return Path(cfg.runs_dir) / f"warm-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A generator rank
+
+
+async def generate(cfg: Config, me: Rank, tokenizer, problems, test, scorer: Scorer) -> None:
+    model = empty_model(cfg.model, me.dtype, cfg.seed).to(me.device)
+    engine = TransformersEngine(
+        model, tokenizer, temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens,
+        max_prompt_tokens=cfg.max_prompt_tokens, stop_ids=stop_ids(cfg.model, tokenizer),
+        batch_tokens=cfg.engine_tokens, cache_bytes=int(cfg.cache_gb * 2**30), timeout_s=cfg.update_timeout,
+        seed=(cfg.seed * 1_000_003 + me.rank * 1009 + (int(me.checkpoint.name[5:]) if me.checkpoint else 0)) % 2**31,
+    )  # fmt: skip
+    try:
+        await Generator(cfg, me.rank, engine, scorer, problems, test, me.weight_group, me.device).run()
+    except BaseException as error:
+        die(me.role, me.rank, error)  # from here: leaving the event loop would wait for threads that are blocked
+    engine.close()
+    scorer.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The trainer ranks
+
+
+def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, derived: dict) -> None:
+    """The life of a trainer rank. Rank 0 also plans, publishes and keeps the records."""
+    root = me.rank == 0
+    state = read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
+    records = Records(me.folder, me.rank, root, cfg.steps, state["version"], state["records"])
+    records.open(cfg, derived, me.trainers, me.world)
+    phase = records.phase
+
+    # Start: weights from the checkpoint, from the toy's warm start, or from the model's folder.
+    warm = warm_folder(cfg)
+    source = cfg.model if cfg.model != "toy" else str(warm) if me.warm else ""
+    policy = build_policy(cfg, me, "" if me.checkpoint else source)
+    if cfg.model == "toy" and not me.checkpoint and not me.warm:
+        with phase("warm start"):
+            optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
+            ppo.supervised(policy, optimizer, demonstrations(cfg, tokenizer), cfg, start=0, **me.share())
+            export(warm, root, policy, tokenizer)
+    optimizer = build_optimizer(cfg, policy, cfg.lr)
+    if me.checkpoint:
+        load_checkpoint(me.checkpoint, me.trainer_group, policy, optimizer)
+
+    queue = StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
+    control = Channel()
+    weights = [(name.removeprefix("lm."), p) for name, p in policy.named_parameters()]
+    if root:
+        if me.checkpoint:
+            queue.load(state["queue"])
+        control.sweep(["inbox", *(f"notices/{r}" for r in range(me.world)), *(f"plans/{r}" for r in range(me.world))])
+        dispatcher = Dispatcher(queue, list(range(me.trainers, me.world)), cfg.batch_timeout, cfg.update_timeout,
+                                max_rejections=cfg.groups * (cfg.max_staleness + 4),
+                                fail=lambda error: die(me.role, me.rank, error))  # fmt: skip
+        engine = next(iter(dispatcher.gather("ready", None, cfg.startup_timeout).values()))["engine"]
+
+    def push_weights(version: int) -> None:
+        with phase("sync"):
+            if root:
+                dispatcher.begin_update(version, manifest(weights))
+            checksum = send_weights(weights, me.weight_group, dtype=me.dtype, device=me.device,
+                                    bucket_bytes=cfg.bucket_mb << 20, root=root)  # fmt: skip
+            if root:
+                dispatcher.sent(version, checksum)
+
+    push_weights(state["version"])
+    if root:
+        if has_test and not me.checkpoint:
+            state["records"]["before"] = pass_at_1(dispatcher.evaluate(cfg.batch_timeout))
+        records.begin(state["records"].get("before"), state["version"])
+        dispatcher.publish()
+
+    # The loop. A step: wait for a batch, plan, fetch, train, publish the new version, send the weights, write it down.
+    for step in range(state["version"], cfg.steps):
+        with phase("wait"):
+            if root:
+                groups, depth = dispatcher.next_batch()
+                headers = [header for group in groups for header in group["trajectories"]]
+                for rank in range(1, me.trainers):
+                    control.push(f"plans/{rank}", {"step": step, "headers": headers})
+            else:
+                who = f"trainer rank {me.rank} waited for the plan of step {step} from trainer rank 0"
+                headers = control.pop(f"plans/{me.rank}", cfg.batch_timeout, who)["headers"]
+        for header in headers:
+            if step - header["head_version"] > cfg.max_staleness:
+                raise StalenessError(
+                    f"step {step}: trajectory {header['index']} of ticket {header['ticket']} began at version "
+                    f"{header['head_version']}, more than max_staleness={cfg.max_staleness} ago"
+                )
+        plan = plan_step([h["length"] for h in headers], [h["loss_tokens"] for h in headers], seed=cfg.seed, step=step,
+                         ranks=me.trainers, minibatches=cfg.minibatches, capacity=cfg.microbatch_tokens)  # fmt: skip
+        with phase("fetch"):
+            mine = {i for mini in plan for micro in mini.micro[me.rank] for i in micro}
+            keys = {i: f"trajectory/{headers[i]['ticket']}/{headers[i]['index']}" for i in mine}
+            held = {i: Trajectory.from_bytes(control.fetch(keys[i], headers[i]["bytes"])) for i in mine}
+        lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.lr_warmup))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        minibatches = [
+            (mini.denominator, [pack([held[i] for i in micro]) for micro in mini.micro[me.rank]],
+             [[scaled_reward(cfg, held[i].reward) for i in micro] for micro in mini.micro[me.rank]]) for mini in plan
+        ]  # fmt: skip
+        stats = ppo.ppo_step(policy, optimizer, minibatches, cfg, version=step, phase=phase, **me.share())
+        push_weights(step + 1)
+        if root:
+            dispatcher.trained()  # after the update's notice: no generator sees a version before it loads it
+            records.step(step, groups, stats, lr, depth, dispatcher)
+        else:
+            control.push("inbox", {"kind": "trainer", "rank": me.rank, "events": records.take_events()})
+        if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0 and step + 1 < cfg.steps:
+            with phase("checkpoint"):
+                kept = {"queue": dispatcher.state(), "records": records.state()} if root else {}
+                save_checkpoint(me.folder, me.trainer_group, root, policy, optimizer, step + 1, cfg,
+                                {"fingerprint": fingerprint, **kept})  # fmt: skip
+
+    if root:
+        records.trained()
+        after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
+    export(me.folder / "model", me.rank == 0, policy, tokenizer)
+    if root:
+        dispatcher.stop()
+        records.finish(after, cfg.max_staleness, engine, dispatcher)
+
+
+def main(argv: list[str] | None = None) -> None:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    role = "trainer"
+    try:
+        cfg = check(parse(sys.argv[1:] if argv is None else argv), world)
+        if "RANK" not in os.environ:
+            raise Refused(f"the job is started by torchrun: type `torchrun --nproc_per_node {max(2, world)} train.py`")
+        die_with_parent()  # torchrun does not end the ranks when it is killed itself
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        tokenizer = load_tokenizer(cfg.model)
+        if cfg.objective == "sft":
+            train_supervised(cfg, join(cfg), tokenizer)
+        else:
+            problems, test, fingerprint, dropped = load_data(cfg, tokenizer)
+            role = "trainer" if rank < cfg.trainers else "generator"
+            # Workers start before the process group: they must inherit nothing of it.
+            scorer = Scorer(cfg.scorers, cfg.score_timeout) if role == "generator" else None
+            me = join(cfg)
+            if role == "generator":
+                asyncio.run(generate(cfg, me, tokenizer, problems, test, scorer))
+            else:
+                sizes = {"problems": len(problems), "dropped (too long)": dropped, "held out": len(test)}
+                train(cfg, me, tokenizer, bool(test), fingerprint, derive(cfg, me, {**sizes, "data": fingerprint}))
+        dist.destroy_process_group()
+    except Refused as error:
+        if rank:
+            time.sleep(10)  # rank 0 says it; leaving first would have torchrun end rank 0 before it has spoken
+        else:
+            print(f"train.py: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    except Exception as error:
+        die(role, rank, error)
+
+
+if __name__ == "__main__":
+    main()
