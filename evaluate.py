@@ -17,6 +17,7 @@ Test:  pytest tests/test_evaluate.py
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 import yaml
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from tqdm import tqdm
 
+import toy
 from packing import batch_stats
 
 
@@ -269,28 +272,50 @@ class Records:
 # The run's folder and its checkpoints
 
 
-def choose_folder(cfg) -> tuple[str, str]:
-    """(folder, checkpoint to continue from), or ("", why not)."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun: continue, unasked
+def derive(cfg, me, sizes: dict) -> dict:
+    """What follows from the configuration: for config.yaml and the first lines on the terminal."""
+    generators = list(range(me.trainers, me.world))
+    found = f"{torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "no GPU"
+    lines = {
+        "ranks": f"{me.world}: trainers {list(range(me.trainers))}, generators {generators}",
+        "device": f"{me.device.type} ({cfg.device}: {found}), compute in {me.dtype}, weights and Adam in float32",
+    }
+    if generators:
+        sequences = cfg.groups * cfg.answers
+        lines |= {
+            "engine": f"transformers ({cfg.engine}: the one engine built in), {cfg.slots} groups in flight a generator",
+            "batch": f"{cfg.groups} groups x {cfg.answers} answers = {sequences} sequences, {cfg.minibatches} "
+                     f"mini-batches of {sequences // cfg.minibatches}, micro-batches of {cfg.microbatch_tokens} tokens",
+            "staleness": f"at most {cfg.max_staleness}: {cfg.groups} x ({cfg.max_staleness} + 1) groups are started "
+                         f"before the first step is done",
+        }  # fmt: skip
+    return lines | sizes | {"torch": str(torch.__version__), "transformers": transformers.__version__}
+
+
+def warm_folder(cfg) -> Path:
+    """Where the toy's warm start is kept: named by everything that it depends on."""
+    names = ("sft_steps", "sft_tokens", "sft_lr", "seed", "beta1", "beta2", "adam_eps", "weight_decay", "grad_clip")
+    content = json.dumps([getattr(cfg, n) for n in names]) + Path(toy.__file__).read_text()
+    return Path(cfg.runs_dir) / f"warm-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
+
+
+def choose_folder(cfg, previous: str = "") -> tuple[str, str]:
+    """(folder, name of the checkpoint to continue from), or ("", why not). `previous`: the folder of the attempt that
+    torchrun restarts; it is continued unasked."""
     base = cfg.run_name or (Path(cfg.data).stem if cfg.objective == "rl" else f"sft-{Path(cfg.data).stem}")
     parent = Path(cfg.runs_dir)
-    taken = sorted(parent.glob(f"{base}-[0-9]*"), key=lambda p: p.stat().st_mtime) if not cfg.run_name else []
-    taken = [p for p in [parent / base, *taken] if p.is_dir()]
-    newest = max(taken, key=lambda p: p.stat().st_mtime, default=None)
-    if cfg.resume or restarted:
-        folder = newest or parent / base
-        checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
-        if not checkpoints and not restarted:
+    taken = [parent / base, *(parent.glob(f"{base}-[0-9]*") if not cfg.run_name else [])]
+    newest = max((path for path in taken if path.is_dir()), key=lambda path: path.stat().st_mtime, default=None)
+    if cfg.resume or previous:
+        folder = Path(previous) if previous else newest or parent / base
+        checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+        if not checkpoints and not previous:
             return "", f"--resume: there is no checkpoint under {folder}"
-        folder.mkdir(parents=True, exist_ok=True)
         return str(folder), checkpoints[-1] if checkpoints else ""
     if newest is not None and cfg.run_name:
         return "", f"{newest} exists: add --resume to continue it, or choose another --run_name"
-    number = 1
-    folder = parent / base
-    while folder.exists():
-        number += 1
-        folder = parent / f"{base}-{number}"
+    names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
+    folder = next(parent / name for name in names if not (parent / name).exists())
     folder.mkdir(parents=True)
     return str(folder), ""
 

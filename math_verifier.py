@@ -13,8 +13,8 @@ Rules that people dispute, as they are decided here (`tests/test_reward.py` hold
 - 1,234 is a number, or the list 1, 234 if the other side is one. Any one of several answer keys is enough.
 
 math-verify parses single expressions and has the last word on what has no numerical value; alone it rounds to six
-decimals, multiplies the letters of words and drops bases, order and factors before a unit. What has no reading is counted
-as `unparsed`, apart from `wrong`. Nothing is evaluated as Python. Left out: prose, which needs a judge model.
+decimals, multiplies the letters of words and drops bases, order and factors before a unit. What has no reading is
+`unparsed`, counted apart from `wrong`. Nothing is evaluated as Python. Left out: prose, which needs a judge model.
 """
 
 import functools
@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 LONGEST_ANSWER = 2000  # characters; a longer one is only compared as text
-LONGEST_NUMBER = 1000  # digits; arithmetic with more is not free
 
 
 class UnparsedError(ValueError):
@@ -40,11 +39,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
 
 def extract_answer(response: str) -> str | None:
-    r"""Content of the last complete `\boxed{}` (or `\fbox{}`) after the last `</think>`, stripped; None without one.
-
-    >>> extract_answer(r"<think>\boxed{1}</think> so \boxed{\frac{1}{2}}, not \boxed{3")
-    '\\frac{1}{2}'
-    """
+    r"""Content of the last complete `\boxed{}` (or `\fbox{}`) after the last `</think>`, stripped; None without one."""
     end = len(response)
     # From the last box backwards, each up to the start of the next: that one never closed, so a box still open there
     # holds it and does not close either. No stretch is scanned twice, however many boxes a response opens.
@@ -154,7 +149,7 @@ def plain_number(text: str) -> Fraction | None:
     >>> plain_number("-1 1/2"), plain_number(r"2\frac{3}{2}"), plain_number("1,234"), plain_number("12,34")
     (Fraction(-3, 2), Fraction(3, 1), Fraction(1234, 1), None)
     """
-    if len(text) > LONGEST_NUMBER:
+    if len(text) > LONGEST_ANSWER:
         return None
     digits = text[1:] if text[:1] in ("+", "-") else text
     if match := DECIMAL.fullmatch(digits):
@@ -185,7 +180,7 @@ def same_number(x: Fraction, x_text: str, y: Fraction, y_text: str) -> bool:
 
 
 def words(text: str) -> str | None:
-    r"""The lower-case words of an answer that is language: letters in `\text{}`, or letters that spell a word."""
+    r"""The lower-case words of an answer in words: letters in `\text{}`, or letters that spell something."""
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text) if "\\" in text else text
     spelled = " ".join(bare.split()).casefold()
     if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ ,;'.-])*", spelled):
@@ -265,8 +260,8 @@ def parse(text: str) -> Node:
     if len(_split(text, {r"\cup"})[0]) > 1:
         return _list(text, r"\cup", "union")
     if match := MATRIX.fullmatch(text):
-        rows = [row for row in match[1].split(r"\\") if row.strip()]
-        return Node("matrix", text, tuple(Node("row", row, tuple(map(parse, row.split("&")))) for row in rows))
+        rows = [row.split("&") for row in match[1].split(r"\\") if row.strip()]
+        return Node("matrix", text, tuple(Node("row", "&".join(row), tuple(map(parse, row))) for row in rows))
     if brackets := _brackets(text):
         opening, inner, closing = brackets
         if match := re.fullmatch(r"[A-Za-z](?:\\in ?\\mathbb\{R\})?[|:](.+)", inner):  # {x | x > 3}
@@ -356,11 +351,8 @@ def _expression(latex: str):
     return expr.subs(units) if units else expr
 
 
-# Equality. Not symmetric: decoration is forgiven in the answer.
-
-
 def equal(key: Node, answer: Node) -> bool:
-    """Whether the answer says what the key says."""
+    """Whether the answer says what the key says. Not symmetric: decoration is forgiven in the answer."""
     kinds = {key.kind, answer.kind}
     if len(kinds) == 1 and key.text == answer.text and key.unit == answer.unit:
         return True
@@ -451,8 +443,7 @@ def _math_verify(key: Node, answer: Node) -> bool:
 
 
 def _same(x, y) -> bool | None:
-    """Equality of two expressions by value: exact for rationals, else to 40 of 60 digits, and at random points of the
-    variables. None where there is no value to look at (matrices, sets, unknown functions, infinities)."""
+    """Equality by value, at random points of the variables; None without one (matrices, sets, unknown functions)."""
     if x == y:
         return True
     values = _values(x, y)
@@ -466,7 +457,7 @@ def _proportional(x, y, positive: bool = False) -> bool:
     return bool(values) and all(_close(a, ratio * b) for a, b in values) and (not positive or bool(ratio > 0))
 
 
-def _close(a, b) -> bool:
+def _close(a, b) -> bool:  # exact for rationals, else to 40 of 60 digits
     if a.is_Rational and b.is_Rational:
         return a == b
     size, other, difference = (abs(v).evalf(60) for v in (a, b, (a - b).evalf(60)))
@@ -479,11 +470,9 @@ def _values(x, y) -> list[tuple]:
 
     symbols = sorted(set(getattr(x, "free_symbols", ())) | set(getattr(y, "free_symbols", ())), key=str)
     draw = random.Random(0)
-    pairs = []
-    for low in (0.3, 0.3, 0.3, 0.3, -3, -3, -3, -3) if symbols else (0,):
-        point = {s: sympy.Float(str(draw.uniform(low, 3)), 80) for s in symbols}
-        pair = _at(x, point), _at(y, point)
-        pairs += [pair] if None not in pair else []
+    lows = (0.3, 0.3, 0.3, 0.3, -3, -3, -3, -3) if symbols else (0,)
+    points = [{s: sympy.Float(str(draw.uniform(low, 3)), 80) for s in symbols} for low in lows]
+    pairs = [pair for pair in ((_at(x, point), _at(y, point)) for point in points) if None not in pair]
     # Where one side is complex (roots and logarithms of negative numbers) equality hangs on the choice of a branch.
     return [pair for pair in pairs if all(value.is_real for value in pair)] or pairs
 

@@ -383,8 +383,8 @@ def supervised(policy: nn.Module, optimizer, examples: list[Trajectory], cfg, *,
     """
     batches = sft_batches([len(example.tokens) for example in examples], cfg.sft_tokens, cfg.seed)
     for step, chosen in enumerate(itertools.islice(batches, start, cfg.sft_steps), start):
-        for group in optimizer.param_groups:  # a short warm-up, then linear to a tenth
-            group["lr"] = lr = cfg.sft_lr * min((step + 1) / 10, 1 - 0.9 * step / cfg.sft_steps)
+        for group in optimizer.param_groups:  # a short warm-up, then linear to 0
+            group["lr"] = lr = cfg.sft_lr * min((step + 1) / 20, 1 - step / cfg.sft_steps)
         batch = [examples[i] for i in chosen]
         (mini,) = plan_step([len(e.tokens) for e in batch], [int(e.loss_mask.sum()) for e in batch], seed=cfg.seed,
                             step=step, ranks=ranks, minibatches=1, capacity=cfg.microbatch_tokens)

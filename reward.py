@@ -36,19 +36,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from multiprocessing import connection
 
 import math_verifier as mv
 from math_verifier import extract_answer
 
-LONGEST_INLINE = 50_000  # characters; looking for a box in more of them would hold up the event loop
+LONGEST_INLINE = 20_000  # characters; looking for a box in more of them would hold up the event loop
 START_S = 60.0  # the child must be ready within this; importing sympy on a busy machine takes a few seconds
 GRACE_S = 30.0  # on top of two deadlines (an answer may be tried twice) before silence means a broken scorer
 MATH_MEMORY = 4 << 30  # bytes of address space for a math worker; a power tower would take all there is
 
 
-class Verdict(str, Enum):
+class Verdict(StrEnum):
     """Outcome for one response. Only `right` earns the reward; the others are separate counts in the metrics."""
 
     RIGHT = "right"
@@ -56,7 +56,6 @@ class Verdict(str, Enum):
     NO_ANSWER = "no_answer"  # no box
     UNPARSED = "unparsed"  # a box without a mathematical reading
     TIMEOUT = "timeout"
-    __str__ = str.__str__
 
 
 class ScorerError(RuntimeError):
@@ -71,6 +70,7 @@ class Problem:
     prompt: str
     solutions: tuple[str, ...]
     task: str = "math"
+    prompt_ids: tuple[int, ...] = ()  # the prompt as tokens, filled in where there is a tokenizer
 
 
 def load_problems(path: str) -> list[Problem]:
@@ -122,7 +122,6 @@ def load_demonstrations(path: str) -> list[tuple[str, str]]:
 
 
 def _rows(path: str) -> list[tuple[int, dict]]:
-    """Line numbers and objects of a file of JSON lines."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
     rows = []
@@ -175,12 +174,14 @@ def math_verdict(response: str, solutions: tuple[str, ...]) -> Verdict:
     for an answer key without a reading."""
     if (quick := quick_verdict(response, solutions)) is not None:
         return quick
-    keys = [mv.parse_key(solution) for solution in solutions]
-    try:
-        answer = mv.parse(mv.canonical(extract_answer(response)))
-        return Verdict.RIGHT if any(mv.equal(key, answer) for key in keys) else Verdict.WRONG
-    except (mv.UnparsedError, RecursionError, MemoryError, OverflowError):
-        return Verdict.UNPARSED
+    otherwise = Verdict.WRONG
+    for key in [mv.parse_key(solution) for solution in solutions]:
+        try:
+            if mv.equal(key, mv.parse(mv.canonical(extract_answer(response)))):
+                return Verdict.RIGHT
+        except Exception:  # model text provokes anything in sympy; a broken verifier is found when the pool starts
+            otherwise = Verdict.UNPARSED
+    return otherwise
 
 
 def judge_math(problem: dict, response: str | None) -> str:
@@ -298,8 +299,8 @@ class Scorer:
 def judge_all(requests: list[dict], workers: int, deadline_s: float) -> list[dict]:
     """Judge a batch without an event loop: dicts of problem and response in, dicts of verdict or error out."""
     lines = "".join(json.dumps({**request, "id": n}) + "\n" for n, request in enumerate(requests))
-    command = _serve_command(workers, deadline_s, None)
-    run = subprocess.run(command, input=lines.encode(), stdout=subprocess.PIPE, env=_environment())
+    command, pipe = _serve_command(workers, deadline_s, None), subprocess.PIPE
+    run = subprocess.run(command, input=lines.encode(), stdout=pipe, env=_environment())
     hello, *messages = map(json.loads, run.stdout.splitlines() or [b"{}"])
     replies = {message["id"]: message for message in messages}
     if len(replies) < len(requests):
@@ -310,9 +311,8 @@ def judge_all(requests: list[dict], workers: int, deadline_s: float) -> list[dic
 def _serve_command(workers: int, deadline_s: float, function: str | None) -> list[str]:
     if workers < 1 or not deadline_s > 0:
         raise ValueError(f"a scorer needs a worker and a positive deadline, not {workers} and {deadline_s} s")
-    command = [sys.executable, os.path.abspath(__file__), "serve", "--workers", str(workers)]
-    command += ["--deadline", str(deadline_s), "--parent", str(os.getpid())]
-    return command + (["--function", function] if function else [])
+    options = {"--workers": workers, "--deadline": deadline_s, "--parent": os.getpid(), "--function": function or ""}
+    return [sys.executable, os.path.abspath(__file__), "serve", *(str(x) for pair in options.items() for x in pair)]
 
 
 def _environment() -> dict[str, str]:
@@ -320,9 +320,6 @@ def _environment() -> dict[str, str]:
     launcher = re.compile(r"RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC|GROUP|ROLE)_.*")
     kept = {name: value for name, value in os.environ.items() if not launcher.fullmatch(name)}
     return kept | {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}
-
-
-# The other side of the pipe: the child and its workers.
 
 
 @dataclass
@@ -335,7 +332,7 @@ class _Worker:
 
 
 def serve(workers: int, deadline_s: float, parent: int, function: str | None) -> None:
-    """Answer requests on stdin until it ends and all are answered, or until SIGTERM."""
+    """The child of a Scorer: answer requests on stdin until it ends and all are answered, or until SIGTERM."""
     die_with_parent(parent)
     os.setpgid(0, 0)  # Ctrl-C is for the job, which then closes or leaves its scorer
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -348,13 +345,13 @@ def serve(workers: int, deadline_s: float, parent: int, function: str | None) ->
 
     try:
         judge = _load_function(function) if function else judge_math
-        # Fills the parser's caches before the fork, and a parser that cannot do this would call every answer unparsed.
-        if not function and math_verdict(r"\boxed{x^2+2x+1}", ("(x+1)^2",)) != Verdict.RIGHT:
-            raise RuntimeError("the verifier does not know that x^2+2x+1 = (x+1)^2")
+        # Fills the parser's caches before the fork. A verifier that cannot do this would call every answer unparsed.
+        answer, key = r"\boxed{\sec^2(y), 2x>4, x^2+2x+1, \sqrt{8}}", r"(x+1)^2, \tan^2(y)+1, x>2, 2\sqrt2"
+        if not function and math_verdict(answer, (key,)) != Verdict.RIGHT:
+            raise RuntimeError(f"the verifier does not find {answer} equal to {key}")
         pool = [_fork(judge, requests, replies) for _ in range(workers)]
     except Exception as error:  # whatever a user's file raises when imported
-        reply(error=f"{type(error).__name__}: {error}")
-        return
+        return reply(error=f"{type(error).__name__}: {error}")
     reply(ready=True)
     try:
         _serve_requests(pool, deadline_s, requests, reply, lambda: _fork(judge, requests, replies))
@@ -387,8 +384,7 @@ def _serve_requests(pool: list[_Worker], deadline_s: float, requests: int, reply
         for index, worker in enumerate(pool):
             if worker.pipe in ready:
                 try:
-                    reply(id=worker.id, **json.loads(worker.pipe.recv_bytes()))
-                    worker.request, worker.deadline = None, float("inf")
+                    message = worker.pipe.recv_bytes()
                 except (EOFError, OSError):
                     status, pool[index] = _kill(worker), fork()
                     deaths[worker.id] += 1
@@ -396,6 +392,9 @@ def _serve_requests(pool: list[_Worker], deadline_s: float, requests: int, reply
                         waiting.appendleft((worker.id, worker.request))
                     elif worker.request is not None:
                         reply(id=worker.id, error=f"two workers died judging it, one with status {status}")
+                else:
+                    reply(id=worker.id, **json.loads(message))
+                    worker.request, worker.deadline = None, float("inf")
             elif time.monotonic() > worker.deadline:
                 _kill(worker)
                 pool[index] = fork()
@@ -450,9 +449,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def _load_function(spec: str) -> Callable[[dict, str], str]:
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py"):
-        raise ValueError(f"{spec!r} does not name a function as file.py:function")
     found = importlib.util.spec_from_file_location("reward_function", path)
+    if found is None:
+        raise ValueError(f"{spec!r} does not name a function as file.py:function")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return getattr(module, name)
@@ -462,10 +461,9 @@ def check(path: str, workers: int, deadline_s: float) -> int:
     """Judge a file of rows of id, response, gold and expected, print what differs, return how much did."""
     rows = _rows(path)
     for number, row in rows:
-        where = f"{path}:{number}"
-        _text(row, "id", where), _text(row, "gold", where)
+        _text(row, "id", f"{path}:{number}"), _text(row, "gold", f"{path}:{number}")
         if not isinstance(row.get("response"), str) or not isinstance(row.get("expected"), bool):
-            raise ValueError(f"{where}: 'response' must be text and 'expected' true or false")
+            raise ValueError(f"{path}:{number}: 'response' must be text and 'expected' true or false")
     requests = [{"problem": {"solutions": [row["gold"]]}, "response": row["response"]} for _, row in rows]
     wrong = 0
     for (number, row), reply in zip(rows, judge_all(requests, workers, deadline_s), strict=True):
@@ -488,7 +486,7 @@ def main() -> None:
         command.add_argument("--deadline", type=float, default=5.0, help="seconds for one answer")
     examine.add_argument("file")
     server.add_argument("--parent", type=int, default=os.getppid(), help="process to die with")
-    server.add_argument("--function", help="file.py:function instead of the built-in judgement")
+    server.add_argument("--function", default="", help="file.py:function instead of the built-in judgement")
     args = parser.parse_args()
     if args.command == "serve":
         return serve(args.workers, args.deadline, args.parent, args.function)

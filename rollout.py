@@ -163,10 +163,8 @@ class TransformersEngine:
         filters = {type(p).__name__ for p in self.manager.model._get_logits_processor(self.manager.generation_config)}
         if filters - {"TemperatureLogitsWarper"}:
             raise RuntimeError(f"sampling would be filtered by {filters}: log-probabilities would not be the policy's")
-        self._lock = threading.Lock()  # guards _pieces, _held and version together
         self._pieces: dict[str, _Piece] = {}
-        self._held = True  # no weights yet, so nothing is submitted
-        self._open = asyncio.Event()  # set while requests may be submitted
+        self._loaded = asyncio.Event()  # set once there are weights; nothing is submitted before
         self._loop = asyncio.get_running_loop()
         self._pause_asked: asyncio.Future | None = None
         self._resume = threading.Event()
@@ -197,18 +195,14 @@ class TransformersEngine:
 
     async def _piece(self, token_ids: list[int], budget: int):
         """(output, version, finished): decode until the answer ends or an update interrupts it."""
-        while True:
-            await self._open.wait()
-            with self._lock:
-                if self._held:  # a pause came between the event and the lock
-                    continue
-                self._counter += 1
-                name, version = f"r{self._counter}", self.version
-                piece = self._pieces[name] = _Piece(self._loop.create_future())
-                if self.manager.add_request(token_ids, name, max_new_tokens=budget, streaming=True) is None:
-                    raise RuntimeError("the generation thread is gone") from self._fatal()
-            finished = await piece.future
-            return piece.latest, version, finished
+        await self._loaded.wait()
+        self._counter += 1
+        name, version = f"r{self._counter}", self.version
+        piece = self._pieces[name] = _Piece(self._loop.create_future())
+        if self.manager.add_request(token_ids, name, max_new_tokens=budget, streaming=True) is None:
+            raise RuntimeError("the generation thread is gone") from self._fatal()
+        finished = await piece.future
+        return piece.latest, version, finished
 
     def _fatal(self):
         return self.manager.background_thread_status.fatal_error
@@ -255,27 +249,24 @@ class TransformersEngine:
     def _hold(self) -> None:
         """Stand still from `pause` to `resume`. All results of the old weights are noted before anything is cut."""
         with self.manager.pause():
-            with self._lock:
-                self._held = True
             while (output := self.manager.get_result(timeout=0)) is not None:
                 self._note(output)
             self._call(_resolve, self._pause_asked, None)
             self._pause_asked = None
             self._resume.wait()
             self._resume.clear()
-            with self._lock:
-                interrupted, self._pieces = self._pieces, {}
-                self._held = False
+            # All of them, also those that were submitted meanwhile: `version` is new by now, and whoever submits from
+            # here on has read it; whoever read the old one is in the list and has not run yet.
+            interrupted, self._pieces = self._pieces, {}
             for name, piece in interrupted.items():
                 self.manager.cancel_request(name)
                 self._call(_resolve, piece.future, False)
-            self._call(self._open.set)
+            self._call(self._loaded.set)
 
     # -- updates
 
     async def pause(self) -> None:
         """Returns once nothing is being decoded. Answers under way keep what they have."""
-        self._open.clear()
         self._pause_asked = future = self._loop.create_future()
         try:
             await asyncio.wait_for(asyncio.shield(future), self.timeout_s)
@@ -285,8 +276,7 @@ class TransformersEngine:
     async def load(self, version: int, fn: Callable[[list], int]) -> int:
         """Run `fn(named parameters)`, which fills them in place, while paused; returns what it returns."""
         checksum = await asyncio.to_thread(fn, self.parameters())
-        with self._lock:
-            self.version = version
+        self.version = version
         return checksum
 
     def resume(self) -> None:

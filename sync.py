@@ -433,7 +433,8 @@ def check_manifest(sent: list[list], held: list[list], rank: int) -> None:
     sent_names, held_names = {n: s for n, s in sent}, {n: s for n, s in held}
     missing, extra = sorted(set(held_names) - set(sent_names)), sorted(set(sent_names) - set(held_names))
     shapes = [n for n in sent_names if n in held_names and list(sent_names[n]) != list(held_names[n])]
-    moved = [s for (s, _), (h, _) in zip(sent, held, strict=False) if s != h]  # buckets are laid out in this order
+    # Buckets are laid out in the order of the names: in another one, tensors would get each other's values.
+    moved = [] if missing or extra else [s for (s, _), (h, _) in zip(sent, held, strict=True) if s != h]
     if missing or extra or shapes or moved:
         raise RuntimeError(
             f"generator rank {rank} and the trainer hold different models: the trainer lacks {missing[:3]}, the "

@@ -6,7 +6,7 @@
     torchrun --nproc_per_node 2 train.py --objective sft                # supervised only, every rank trains
 
 Read it from the bottom: `train` is the life of trainer ranks, its loop comes last. Above it, in order: the
-configuration on one screen, what it refuses, the model, one step of each objective, checkpoints, the run's records.
+configuration on one screen, what it refuses, roles and process groups, data, the model, the supervised objective.
 
 Left out, and why: no Trainer class and no callbacks (the loop is short enough to edit), no critic and no reference
 model (the recipe has neither), no gradient scaler (bfloat16 compute over float32 weights needs none).
@@ -33,18 +33,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, HfArgumentParser
 
+import evaluate
 import ppo
 import toy
-from evaluate import (
-    Records,
-    Refused,
-    choose_folder,
-    export,
-    load_checkpoint,
-    pass_at_1,
-    read_state,
-    save_checkpoint,
-)
+from evaluate import Records, Refused, pass_at_1
 from packing import Trajectory, pack, plan_step
 from reward import Problem, Scorer, die_with_parent, load_demonstrations, load_problems
 from rollout import Generator, TransformersEngine, empty_model, encode_problems, hold_out, load_tokenizer, stop_ids
@@ -117,9 +109,9 @@ class Config:
     weight_decay: float = _(0.05, "decoupled, on matrices only; 0: off", 0)
     grad_clip: float = _(1.0, "bound of the global gradient norm; 0: off", 0)
     # supervised: objective sft, and the warm start of the toy
-    sft_steps: int = _(330, "optimiser steps", 1)
-    sft_tokens: int = _(768, "packed tokens per step, over all trainers", 1)
-    sft_lr: float = _(3e-3, "peak learning rate, then linear to a tenth", 1e-12)
+    sft_steps: int = _(1000, "optimiser steps", 1)
+    sft_tokens: int = _(256, "packed tokens per step, over all trainers", 1)
+    sft_lr: float = _(5e-3, "peak learning rate; 20 steps up, then linear to 0", 1e-12)
     # evaluation
     eval_problems: int = _(200, "held-out problems for pass@1 before and after; 0: none", 0)
     eval_answers: int = _(4, "answers to each", 1)
@@ -159,15 +151,12 @@ def parse(argv: list[str]) -> Config:
             raise Refused(f"--config {path}: {error}") from error
         if not isinstance(values, dict):
             raise Refused(f"--config {path}: expected lines of `name: value`")
-        kinds = {f.name: f.type for f in dataclasses.fields(Config)}
-        for name, value in values.items():
-            if name not in kinds:
-                raise Refused(f"--config {path}: there is no setting {name!r}")
-            fits = isinstance(value, kinds[name]) or (kinds[name] is float and type(value) is int)
-            if not fits or (isinstance(value, bool) and kinds[name] is not bool):
-                raise Refused(f"--config {path}: {name} must be of type {kinds[name].__name__}, not {value!r}")
-        parser.set_defaults(**values)
-    return parser.parse_args_into_dataclasses(argv)[0]
+        values.pop("derived", None)  # of a run's own config.yaml
+        argv = [word for name, value in values.items() for word in (f"--{name}", str(value))] + argv
+    cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise Refused(f"there is no setting {unknown[0]}: type `python train.py --help` for all of them")
+    return cfg
 
 
 def check(cfg: Config, world: int) -> Config:
@@ -219,8 +208,7 @@ def check(cfg: Config, world: int) -> Config:
     return cfg
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Who am I, which data, which model
+# -- Who am I, which data, which model ---------------------------------------------------------------------------------
 
 
 def scaled_reward(cfg: Config, reward: float) -> float:
@@ -277,11 +265,12 @@ def join(cfg: Config) -> Rank:
     me.trainer_group = dist.new_group(trainers, timedelta(seconds=cfg.batch_timeout), backend)
     if generators:
         me.weight_group = dist.new_group([0, *generators], timedelta(seconds=cfg.update_timeout), backend)
-    choice = [None]
-    if rank == 0:
-        choice = [(*choose_folder(cfg), (warm_folder(cfg) / "config.json").is_file())]
-    dist.broadcast_object_list(choice)  # one rank looks: another job may be writing under the same parent folder
-    folder, checkpoint, me.warm = choice[0]
+    if rank == 0:  # one rank looks: another job may be writing under the same parent folder
+        before = f"boba/{channel.attempt - 1}/world/run"  # of the attempt that torchrun restarts
+        previous = json.loads(channel.store.get(before))[0] if channel.store.check([before]) else ""
+        choice = (*evaluate.choose_folder(cfg, previous), (evaluate.warm_folder(cfg) / "config.json").is_file())
+        store.set("run", json.dumps(choice))
+    folder, checkpoint, me.warm = json.loads(store.get("run"))
     if not folder:
         raise Refused(checkpoint)
     me.folder = Path(folder)
@@ -314,7 +303,7 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Problem], list[Problem], str
 def demonstrations(cfg: Config, tokenizer) -> list[Trajectory]:
     """Supervised examples as trajectories: the answer and its end are what is trained."""
     try:
-        rows = toy.demonstrations(4096, cfg.seed) if cfg.data == "toy" else load_demonstrations(cfg.data)
+        rows = toy.demonstrations(16384, cfg.seed) if cfg.data == "toy" else load_demonstrations(cfg.data)
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
     examples = []
@@ -359,28 +348,7 @@ def build_optimizer(cfg: Config, policy: nn.Module, lr: float) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
 
 
-def derive(cfg: Config, me: Rank, sizes: dict) -> dict:
-    """What follows from the configuration: for config.yaml and the first lines on the terminal."""
-    generators = list(range(me.trainers, me.world))
-    found = f"{torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "no GPU"
-    lines = {
-        "ranks": f"{me.world}: trainers {list(range(me.trainers))}, generators {generators}",
-        "device": f"{me.device.type} ({cfg.device}: {found}), compute in {me.dtype}, weights and Adam in float32",
-    }
-    if generators:
-        sequences = cfg.groups * cfg.answers
-        lines |= {
-            "engine": f"transformers ({cfg.engine}: the one engine built in), {cfg.slots} groups in flight a generator",
-            "batch": f"{cfg.groups} groups x {cfg.answers} answers = {sequences} sequences, {cfg.minibatches} "
-                     f"mini-batches of {sequences // cfg.minibatches}, micro-batches of {cfg.microbatch_tokens} tokens",
-            "staleness": f"at most {cfg.max_staleness}: {cfg.groups} x ({cfg.max_staleness} + 1) groups are started "
-                         f"before the first step is done",
-        }  # fmt: skip
-    return lines | sizes | {"torch": str(torch.__version__), "transformers": transformers.__version__}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Supervised: an objective of its own, and the toy's warm start
+# -- Supervised: an objective of its own, and the toy's warm start -----------------------------------------------------
 
 
 def train_supervised(cfg: Config, me: Rank, tokenizer) -> None:
@@ -388,34 +356,26 @@ def train_supervised(cfg: Config, me: Rank, tokenizer) -> None:
     examples = demonstrations(cfg, tokenizer)
     content = json.dumps([example.tokens.tolist() for example in examples]).encode()
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
-    state = read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
+    state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
     records = Records(me.folder, me.rank, me.rank == 0, cfg.sft_steps, state["version"], state["records"])
-    records.open(cfg, derive(cfg, me, {"examples": len(examples), "data": fingerprint}), me.trainers, me.world)
+    records.open(cfg, evaluate.derive(cfg, me, {"examples": len(examples), "data": fingerprint}), me.trainers, me.world)
     policy = build_policy(cfg, me, "" if cfg.model == "toy" or me.checkpoint else cfg.model)
     optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
     if me.checkpoint:
-        load_checkpoint(me.checkpoint, me.trainer_group, policy, optimizer)
+        evaluate.load_checkpoint(me.checkpoint, me.trainer_group, policy, optimizer)
 
     def each(done: int, row: dict) -> None:
         records.supervised(row)
         if cfg.checkpoint_every and done % cfg.checkpoint_every == 0 and done < cfg.sft_steps:
             kept = {"fingerprint": fingerprint, "records": records.state()}
-            save_checkpoint(me.folder, me.trainer_group, me.rank == 0, policy, optimizer, done, cfg, kept)
+            evaluate.save_checkpoint(me.folder, me.trainer_group, me.rank == 0, policy, optimizer, done, cfg, kept)
 
     ppo.supervised(policy, optimizer, examples, cfg, start=state["version"], each=each, **me.share())
-    export(me.folder / "model", me.rank == 0, policy, tokenizer)
+    evaluate.export(me.folder / "model", me.rank == 0, policy, tokenizer)
     records.finish_supervised()
 
 
-def warm_folder(cfg: Config) -> Path:
-    """Where the toy's warm start is kept: named by everything that it depends on."""
-    names = ("sft_steps", "sft_tokens", "sft_lr", "seed", "beta1", "beta2", "adam_eps", "weight_decay", "grad_clip")
-    content = json.dumps([getattr(cfg, n) for n in names]) + Path(toy.__file__).read_text()
-    return Path(cfg.runs_dir) / f"warm-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A generator rank
+# -- A generator rank --------------------------------------------------------------------------------------------------
 
 
 async def generate(cfg: Config, me: Rank, tokenizer, problems, test, scorer: Scorer) -> None:
@@ -434,30 +394,29 @@ async def generate(cfg: Config, me: Rank, tokenizer, problems, test, scorer: Sco
     scorer.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The trainer ranks
+# -- The trainer ranks -------------------------------------------------------------------------------------------------
 
 
 def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, derived: dict) -> None:
     """The life of a trainer rank. Rank 0 also plans, publishes and keeps the records."""
     root = me.rank == 0
-    state = read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
+    state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
     records = Records(me.folder, me.rank, root, cfg.steps, state["version"], state["records"])
     records.open(cfg, derived, me.trainers, me.world)
     phase = records.phase
 
     # Start: weights from the checkpoint, from the toy's warm start, or from the model's folder.
-    warm = warm_folder(cfg)
+    warm = evaluate.warm_folder(cfg)
     source = cfg.model if cfg.model != "toy" else str(warm) if me.warm else ""
     policy = build_policy(cfg, me, "" if me.checkpoint else source)
     if cfg.model == "toy" and not me.checkpoint and not me.warm:
         with phase("warm start"):
             optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
             ppo.supervised(policy, optimizer, demonstrations(cfg, tokenizer), cfg, start=0, **me.share())
-            export(warm, root, policy, tokenizer)
+            evaluate.export(warm, root, policy, tokenizer)
     optimizer = build_optimizer(cfg, policy, cfg.lr)
     if me.checkpoint:
-        load_checkpoint(me.checkpoint, me.trainer_group, policy, optimizer)
+        evaluate.load_checkpoint(me.checkpoint, me.trainer_group, policy, optimizer)
 
     queue = StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
     control = Channel()
@@ -527,13 +486,13 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, de
         if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0 and step + 1 < cfg.steps:
             with phase("checkpoint"):
                 kept = {"queue": dispatcher.state(), "records": records.state()} if root else {}
-                save_checkpoint(me.folder, me.trainer_group, root, policy, optimizer, step + 1, cfg,
+                evaluate.save_checkpoint(me.folder, me.trainer_group, root, policy, optimizer, step + 1, cfg,
                                 {"fingerprint": fingerprint, **kept})  # fmt: skip
 
     if root:
         records.trained()
         after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
-    export(me.folder / "model", me.rank == 0, policy, tokenizer)
+    evaluate.export(me.folder / "model", me.rank == 0, policy, tokenizer)
     if root:
         dispatcher.stop()
         records.finish(after, cfg.max_staleness, engine, dispatcher)
@@ -561,8 +520,9 @@ def main(argv: list[str] | None = None) -> None:
             if role == "generator":
                 asyncio.run(generate(cfg, me, tokenizer, problems, test, scorer))
             else:
-                sizes = {"problems": len(problems), "dropped (too long)": dropped, "held out": len(test)}
-                train(cfg, me, tokenizer, bool(test), fingerprint, derive(cfg, me, {**sizes, "data": fingerprint}))
+                sizes = {"problems": len(problems), "dropped (too long)": dropped, "held out": len(test),
+                         "data": fingerprint}  # fmt: skip
+                train(cfg, me, tokenizer, bool(test), fingerprint, evaluate.derive(cfg, me, sizes))
         dist.destroy_process_group()
     except Refused as error:
         if rank:

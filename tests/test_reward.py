@@ -3,7 +3,7 @@
     pytest tests/test_reward.py
 
 `data/math.jsonl` is a table of answers with the right verdict and the reason. `data/math_siblings.jsonl` holds more of
-the same kinds, one line for each rule that the docstring of `math_verifier.py` states; `python reward.py check` runs both.
+the same kinds, several for each rule in the docstring of `math_verifier.py`; `python reward.py check` runs both files.
 """
 
 import asyncio
@@ -44,9 +44,11 @@ def judge(response: str, *keys: str) -> Verdict:
 @pytest.mark.parametrize("table", TABLES)
 def test_table_of_answers(table, capsys):
     rows = [json.loads(line) for line in (DATA / table).read_text().splitlines()]
-    requests = [{"problem": {"solutions": [row["gold"]]}, "response": row["response"]} for row in rows]
-    replies = reward.judge_all(requests, workers=2, deadline_s=3.0)
-    pairs = list(zip(rows, replies, strict=True))
+    pairs = []
+    for hang, deadline_s in ((False, 10.0), (True, 0.5)):  # what hangs is not waited for
+        some = [row for row in rows if (row["id"] in ("m-huge-01", "m-huge-05")) == hang]
+        requests = [{"problem": {"solutions": [row["gold"]]}, "response": row["response"]} for row in some]
+        pairs += zip(some, reward.judge_all(requests, workers=2, deadline_s=deadline_s), strict=True)
     missed = [(row["id"], r) for row, r in pairs if row["expected"] and r.get("verdict") != "right"]
     granted = [(row["id"], r) for row, r in pairs if not row["expected"] and r.get("verdict", "right") == "right"]
     with capsys.disabled():
@@ -66,7 +68,8 @@ def test_every_key_can_be_read_and_equals_itself():
 
 
 @pytest.mark.parametrize("response, answer", [
-    (r"\boxed{1} \boxed{2}", "2"), (r"\boxed{1} \boxed{2", "1"), (r"\boxed{\boxed{1}}", "1"), (r"\boxed{a\boxed{1}", "1"),
+    (r"\boxed{1} \boxed{2}", "2"), (r"\boxed{1} \boxed{2", "1"), (r"\boxed{\boxed{1}}", "1"),
+    (r"\boxed{a\boxed{1}", "1"), (r"\boxed{\frac{1}{2}}, not \boxed{3", r"\frac{1}{2}"),
     (r"\boxed{\{1\}}", r"\{1\}"), (r"\boxed{\left\{1\right.}", r"\left\{1\right."), (r"\boxed{}", ""), ("", None),
     (r"\boxed{1}</think>", None), (r"</think>\boxed{1}</think> \boxed{ 2 }", "2"), (r"<think>\boxed{1}", "1"),
     (r"\boxed 1", None), (r"\boxed{1}}", "1"), (r"\boxed{{1}", None), (r"\fbox{1}", "1"), ("boxed{1}", None),
@@ -75,13 +78,16 @@ def test_last_complete_box(response, answer):
     assert extract_answer(response) == answer
 
 
-@given(st.recursive(st.sampled_from(["", "x", r"\}", r"\{", "1,2"]), lambda inner: st.one_of(
-    st.builds("{{{}}}".format, inner), st.builds("{}{}".format, inner, inner)), max_leaves=8), st.text("{} x\\", max_size=9))
+BALANCED = st.recursive(st.sampled_from(["", "x", r"\}", r"\{", "1,2"]), lambda inner: st.one_of(
+    st.builds("{{{}}}".format, inner), st.builds("{}{}".format, inner, inner)), max_leaves=8)  # fmt: skip
+
+
+@given(BALANCED, st.text("{} x", max_size=9))
 @settings(max_examples=200, deadline=None)
 def test_any_balanced_box_is_found_whatever_surrounds_it(content, noise):
-    response = rf"\boxed{{0}} {noise.replace(chr(92), '')} \boxed{{{content}}}"
+    response = rf"\boxed{{0}} {noise} \boxed{{{content}}}"
     assert extract_answer(response) == content.strip()
-    assert extract_answer(response + r" \boxed{" + noise.replace("}", "")) in (content.strip(), None) or "\\" in noise
+    assert extract_answer(response + r" \boxed{" + noise.replace("}", "")) == content.strip()
 
 
 @given(st.fractions(-50, 50, max_denominator=40), st.fractions(-50, 50, max_denominator=40))
@@ -105,7 +111,14 @@ def test_any_one_of_several_keys_is_enough():
     assert reward.quick_verdict(r"\boxed{5}", ("3", "4")) == Verdict.WRONG
     assert reward.quick_verdict(r"\boxed{5}", ("3", r"\sqrt{25}")) is None  # left to the parser
     assert judge(r"\boxed{5}", "3", r"\sqrt{25}") == Verdict.RIGHT
+    assert judge(r"\boxed{5x=}", "x=5", "5x") == Verdict.UNPARSED != judge(r"\boxed{6x}", "x=5", "5x")
     assert judge(r"\boxed{5}", r"<think>\boxed{6}</think> A full solution ends in \boxed{5}.") == Verdict.RIGHT
+
+
+def test_same_text_needs_no_parser_and_numbers_with_commas_may_be_lists():
+    assert reward.quick_verdict(r"\boxed{2^{2^{100}}}", (r"2^{2^{100}}",)) == Verdict.RIGHT
+    assert reward.quick_verdict(r"\boxed{100,200}", ("100201",)) is None
+    assert judge(r"\boxed{200,100}", "100,200") == Verdict.RIGHT
 
 
 def test_examples_in_docstrings_hold():
@@ -122,13 +135,13 @@ def test_toy_answers_take_no_time():
     assert verdicts.count(Verdict.RIGHT) == 1 and verdicts.count(Verdict.WRONG) == 1999
 
 
-@pytest.mark.parametrize("piece", ["\\boxed{", "{", "\\boxed{}", "\\boxed{\\", "\\boxed{1}", " ", "</think>", "\\boxed{\\frac"])
+@pytest.mark.parametrize("piece", [r"\boxed{", "{", r"\boxed{}", "\\boxed{\\", r"\boxed{1}", " ", "</think>"])
 def test_hostile_text_is_scanned_in_linear_time(piece):
     best = min(_time(lambda: reward.quick_verdict((piece * 50_000)[:50_000], ("5",))) for _ in range(3))
     assert best < 0.25  # 0.03 s; quadratic time would be minutes
 
 
-@pytest.mark.parametrize("piece", ["√", "½", "５", "1,", "{", "\\frac", "\\frac{a", "((", "\\text{", "and ", "^(", "1 ", "\\,", "\\ "])
+@pytest.mark.parametrize("piece", r"√ ½ ５ 1, { \frac \frac{a (( \text{ and ^( 1. \, \( \quad a{ _1".split())
 def test_hostile_answers_are_spelled_in_bounded_time(piece):
     answer = (piece * mv.LONGEST_ANSWER)[: mv.LONGEST_ANSWER]
     assert min(_time(lambda: mv.canonical.__wrapped__(answer)) for _ in range(3)) < 0.25
@@ -402,23 +415,21 @@ def test_workers_know_neither_torch_nor_the_launcher(functions, monkeypatch, tmp
             assert await pool.score(HARD, RIGHT) == Verdict.RIGHT
             for pid in children(pool._child.pid):
                 assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+                assert f"{reward.MATH_MEMORY} " in Path(f"/proc/{pid}/limits").read_text()
 
     asyncio.run(go())
     report = (tmp_path / "report").read_text()
-    assert not {"'RANK'", "MASTER", "ELASTIC", "GROUP_", "ROLE_", "'torch'", "'transformers'", "WORLD"} & {
-        word for word in ("'RANK'", "MASTER", "ELASTIC", "GROUP_", "ROLE_", "'torch'", "'transformers'", "WORLD")
-        if word in report
-    }  # fmt: skip
-    loaded = subprocess.run(
-        [sys.executable, "-c", "import reward, sys; print([n for n in ('torch', 'numpy', 'sympy') if n in sys.modules])"],
-        cwd=ROOT, capture_output=True, text=True)  # fmt: skip
-    assert loaded.stdout.strip() == "[]"
+    for word in ("'RANK'", "MASTER", "ELASTIC", "GROUP_", "ROLE_", "WORLD", "'torch'", "'transformers'", "'numpy'"):
+        assert word not in report
+    program = "import reward, sys; print({'torch', 'numpy', 'sympy', 'transformers'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert loaded.stdout.strip() == "set()"
 
 
 def test_function_that_imports_torch_is_refused(tmp_path):
     (tmp_path / "heavy.py").write_text("import sys\nsys.modules['torch'] = sys\ndef f(p, r): return 'right'\n")
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
-    for spec, cause in ((tmp_path / "heavy.py:f", "must not import torch"), (tmp_path / "broken.py:f", "nothing_of_that"),
+    for spec, cause in ((tmp_path / "heavy.py:f", "must not import torch"), (tmp_path / "broken.py:f", "nothing_of"),
                         (tmp_path / "absent.py:f", "FileNotFoundError"), (tmp_path / "heavy.py:g", "AttributeError"),
                         ("f", "file.py:function")):  # fmt: skip
         with pytest.raises(ScorerError, match=f"did not start.*{cause}"):
@@ -483,7 +494,7 @@ GOOD = {"prompt": "p", "answer": "4"}
 
 @pytest.mark.parametrize("row, reason", [
     ("{", "not JSON"), ("[1]", "JSON object"), ("null", "JSON object"), ("\xff{}", "not JSON"),
-    ({"answer": "4"}, "'prompt'"), ({"prompt": " ", "answer": "4"}, "'prompt'"), ({"prompt": 3, "answer": "4"}, "'prompt'"),
+    ({"answer": "4"}, "'prompt'"), ({**GOOD, "prompt": " "}, "'prompt'"), ({**GOOD, "prompt": 3}, "'prompt'"),
     ({"prompt": "p"}, "no answer key"), ({"prompt": "p", "solutions": []}, "no answer key"),
     ({"prompt": "p", "solutions": "4"}, "no answer key"), ({"prompt": "p", "solutions": [4]}, "no answer key"),
     ({"prompt": "p", "answer": None}, "no answer key"), ({"prompt": "p", "answer": True}, "'answer'"),
@@ -519,8 +530,9 @@ def test_missing_and_empty_files(tmp_path):
 
 def test_plain_keys_start_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(reward, "judge_all", None)
-    rows = [{"prompt": "p", "answer": key} for key in ("4", "-1.5", r"\frac{1}{2}", "Monday", "B", "1,234", r"\boxed{7}")]
-    assert len(load_problems(write(tmp_path / "plain.jsonl", *rows * 100))) == 700
+    keys = ("4", "-1.5", r"\frac{1}{2}", "Monday", "B", "1,234", r"\boxed{7}") * 100
+    file = write(tmp_path / "plain.jsonl", *({"prompt": "p", "answer": key} for key in keys))
+    assert len(load_problems(file)) == 700
 
 
 # --- the command

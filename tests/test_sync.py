@@ -1,7 +1,7 @@
 """The staleness bound on a simulated clock, the control plane on a real store, weights between real processes.
 
-    python -m pytest tests/test_sync.py -m "not slow"     # CPU, offline, over 200,000 tickets, half a minute
-    python -m pytest tests/test_sync.py -m slow           # 400 long schedules, half a minute
+    python -m pytest tests/test_sync.py -m "not slow"     # CPU, offline, over 150,000 tickets, half a minute
+    python -m pytest tests/test_sync.py -m slow           # 400 longer schedules, half a minute
 """
 
 import contextlib
@@ -244,7 +244,7 @@ class Job:
 
     def draw(self, generator):
         self.counter += 1
-        self.after(self.delay(self.message), self.consider, generator, self.counter - 1)  # the store's answer takes time
+        self.after(self.delay(self.message), self.consider, generator, self.counter - 1)
 
     def consider(self, generator, ticket):
         if ticket in generator.skip:
@@ -310,14 +310,14 @@ def run_many(seeds, **options):
     return tickets, jobs
 
 
-def test_the_bound_holds_over_200_000_tickets_and_none_is_lost_trained_twice_or_waited_for_in_vain():
-    tickets, jobs = run_many(range(2550))  # 150 for each eta
-    assert tickets >= 200_000
+def test_the_bound_holds_over_150_000_tickets_and_none_is_lost_trained_twice_or_waited_for_in_vain():
+    tickets, jobs = run_many(range(1700))  # 100 for each eta
+    assert tickets >= 150_000
     # The schedules reach what they are about: the bound for every eta, windows up to the widest, kills that cost work.
     assert {job.eta for job in jobs if job.worst == job.eta} == set(range(17))
     assert {job.window > 1 for job in jobs if job.worst == job.eta} == {False, True}
     assert max(job.window / (job.eta * job.groups + 1) for job in jobs if job.eta) == 1
-    assert sum(job.restarted for job in jobs) > 20_000 and sum(job.resumed_with_gaps for job in jobs) > 50
+    assert sum(job.restarted for job in jobs) > 10_000 and sum(job.resumed_with_gaps for job in jobs) > 50
 
 
 @pytest.mark.slow
@@ -420,10 +420,10 @@ def test_the_alarm_rings_when_a_header_is_too_old():
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_a_ticket_finishes_once(accepted):
-    queue = StalenessQueue(groups=1, max_staleness=2, steps=9, window=2)
-    queue.finish(0, {"head": 0}, accepted)
-    queue.finish(1, {"head": 0}, accepted)
-    for ticket in (0, 1):
+    queue = StalenessQueue(groups=1, max_staleness=3, steps=9)
+    for ticket in (0, 2):
+        queue.finish(ticket, {"head": 0}, accepted)
+    for ticket in (0, 2):  # ticket 1 is open still
         with pytest.raises(RuntimeError, match=f"ticket {ticket} was finished twice"):
             queue.finish(ticket, {"head": 0}, not accepted)
 
@@ -639,8 +639,9 @@ class Desk:
         return self.line.pop(f"notices/{rank}", 5, "test")
 
     def notices(self, rank=1):
-        """All that lie there now."""
-        return [self.notice(rank) for _ in range(self.line.store.queue_len(f"boba/0/notices/{rank}"))]
+        """All that were sent until now. A push is not acknowledged, so the length of a queue would not tell."""
+        self.dispatcher.out.push(f"notices/{rank}", {"do": "last"})
+        return list(itertools.takewhile(lambda notice: notice["do"] != "last", iter(lambda: self.notice(rank), None)))
 
     def update(self, version, ranks=(1, 2), checksum=77):
         """A whole update to which all generators answer rightly."""
@@ -683,16 +684,16 @@ def test_a_rejection_publishes_a_higher_limit_at_once(store):
 
 
 def test_notices_list_what_was_done_before_the_attempt_even_when_older_tickets_are_done(store):
-    """A slot may draw ticket 1 long after that."""
+    """A slot may draw ticket 5 long after that."""
     queue = StalenessQueue(groups=1, max_staleness=2, steps=9, window=3)
-    queue.load({"version": 1, "oldest": 0, "passed": [1], "rejected": 0})
+    queue.load({"version": 3, "oldest": 4, "passed": [5], "rejected": 2})
     desk = Desk(queue)
-    assert desk.line.next_ticket() == 0  # tickets start at the oldest that is open
+    assert desk.line.next_ticket() == 4  # tickets start at the oldest that is open
     desk.dispatcher.publish()
-    assert desk.notice()["skip"] == [1]
-    desk.group(0, accepted=False)
-    assert desk.notice() == {"do": "admit", "version": 1, "rejected": 1, "skip": [1]}
-    assert queue.oldest == 2
+    assert desk.notice()["skip"] == [5]
+    desk.group(4, accepted=False)
+    assert desk.notice() == {"do": "admit", "version": 3, "rejected": 3, "skip": [5]}
+    assert queue.oldest == 6
 
 
 def test_too_many_rejections_in_a_row_stop_the_job_and_say_the_pass_rate(store):
@@ -736,7 +737,7 @@ def test_messages_that_complete_nothing_do_not_prolong_the_wait(store):
         desk.dispatcher.next_batch()
     stop.set()
     chatter.join(5)
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 3  # of 5 s of chatter
 
 
 @pytest.mark.parametrize("kind", ["ready", "paused", "loaded"])
@@ -902,7 +903,7 @@ def test_a_job_of_threads_on_a_real_store_keeps_the_bound_and_leaves_nothing_beh
     dispatcher = Dispatcher(queue, ranks, 20, 20, 1000, fail=failures.put)
     generators = [ThreadedGenerator(rank, 3, options, reject) for rank in ranks]
     dispatcher.gather("ready", None, 10)
-    trainer, tickets, keys = Channel(5), [], set()
+    trainer, tickets = Channel(5), []
 
     def push_weights(version):
         dispatcher.begin_update(version, [])
@@ -919,15 +920,13 @@ def test_a_job_of_threads_on_a_real_store_keeps_the_bound_and_leaves_nothing_beh
         tickets += [header["ticket"] for header in batch]
         push_weights(step + 1)
         dispatcher.trained()
-        ready = {f"boba/0/trajectory/{ticket}/0/0" for ticket in list(queue.ready)}
-        keys |= {key.lstrip("/") for key in store.list_keys() if key.lstrip("/") not in ready}
     dispatcher.stop()
     [thread.join(10) for generator in generators for thread in generator.threads]
     assert failures.empty() and not any(t.is_alive() for generator in generators for t in generator.threads)
     assert len(tickets) == len(set(tickets)) == 32 and not any(map(reject, tickets))
     assert set(tickets) == {t for t in range(32 + queue.rejected) if not reject(t)}
-    assert [key.decode() if isinstance(key, bytes) else key for key in store.list_keys()] == ["boba/0/ticket"]
-    assert [store.queue_len(f"boba/0/{name}") for name in ("inbox", *(f"notices/{r}" for r in ranks))] == [0] * 4
+    soon(lambda: not any(store.queue_len(f"boba/0/{name}") for name in ("inbox", *(f"notices/{r}" for r in ranks))))
+    assert [key.lstrip("/") for key in store.list_keys()] == ["boba/0/ticket"]
     for generator in generators:
         for version in range(1, 9):
             assert generator.order.index(("update", version)) < generator.order.index(("admit", version))
@@ -1010,7 +1009,7 @@ def test_buckets_keep_order_alignment_and_size():
     assert len(buckets(named, torch.float32, 1 << 20)) == 1 and len(buckets(named, torch.float32, 1)) == len(named)
 
 
-def held_checksum(named, dtype):
+def held_checksum(named):
     """What a generator that holds `named` would report."""
     return combine([sync._word_sum(tensor) for _, tensor in named])
 
@@ -1020,28 +1019,28 @@ def held_checksum(named, dtype):
 def test_every_single_flipped_bit_changes_the_checksum(dtype, numel):
     """The sign of an element at an odd place is the highest bit of a 64-bit word: easily lost in a sum."""
     named = random_weights([(5,), (numel,), (2, 4)], 3, dtype)
-    good = held_checksum(named, dtype)
+    good = held_checksum(named)
     words = named[1][1].view(torch.int32 if dtype == torch.float32 else torch.int16)
     for i in range(numel):
         for bit in range(8 * dtype.itemsize):
             word = words[i].item()
             mask = 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
             words[i] = word ^ mask
-            assert held_checksum(named, dtype) != good, f"element {i}, bit {bit}"
+            assert held_checksum(named) != good, f"element {i}, bit {bit}"
             words[i] = word
-    assert held_checksum(named, dtype) == good
+    assert held_checksum(named) == good
 
 
 def test_exchanged_tensors_change_the_checksum():
     named = random_weights([(4, 4)] * 6, 4)
-    good = held_checksum(named, torch.float32)
+    good = held_checksum(named)
     for i, j in itertools.combinations(range(6), 2):
         order = list(range(6))
         order[i], order[j] = j, i
-        assert held_checksum([named[k] for k in order], torch.float32) != good
+        assert held_checksum([named[k] for k in order]) != good
     # Also when they differ by one sign only: the highest bit of a word.
     twins = [("a", torch.ones(2)), ("b", torch.tensor([1.0, -1.0])), ("c", torch.ones(2))]
-    sums = {held_checksum([twins[k] for k in order], torch.float32) for order in itertools.permutations(range(3))}
+    sums = {held_checksum([twins[k] for k in order]) for order in itertools.permutations(range(3))}
     assert len(sums) == 3
 
 
@@ -1081,11 +1080,10 @@ PROCESSES = multiprocessing.get_context("forkserver")  # fork would inherit thre
 PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "hypothesis"])
 
 
-def enter(body, rank, world, path, timeout, connection, args):
+def enter(body, rank, world, path, connection, args):
     torch.set_num_threads(1)
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     try:
-        dist.init_process_group("gloo", f"file://{path}", timedelta(seconds=timeout), world, rank)
+        dist.init_process_group("gloo", f"file://{path}", timedelta(seconds=30), world, rank)
         connection.send((body(rank, *args), None))
     except BaseException:
         connection.send((None, traceback.format_exc()))
@@ -1093,19 +1091,19 @@ def enter(body, rank, world, path, timeout, connection, args):
     os._exit(0)  # the others may be dead: no tidy end of the group
 
 
-def on_ranks(body, world, path, *args, timeout=30.0, wait=60.0, asked=None):
+def on_ranks(body, world, path, *args, asked=None):
     """[body(rank, *args) for every rank asked], each rank being a process of one gloo group."""
     ends, processes, results = [], [], []
     try:
         for rank in range(world):
             end, other = PROCESSES.Pipe(duplex=False)
-            process = PROCESSES.Process(target=enter, args=(body, rank, world, path, timeout, other, args), daemon=True)
+            process = PROCESSES.Process(target=enter, args=(body, rank, world, path, other, args), daemon=True)
             process.start()
             other.close()
             ends.append(end)
             processes.append(process)
         for rank in asked or range(world):
-            assert ends[rank].poll(wait), f"rank {rank} hangs"
+            assert ends[rank].poll(60), f"rank {rank} hangs"
             results.append(ends[rank].recv())
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         assert not errors, "\n".join(errors)
@@ -1204,12 +1202,13 @@ def test_after_an_update_the_logits_are_those_of_a_sharded_trainer(tmp_path):
 def interrupted(rank, how):
     """Rank 1 stops after the first bucket. -> (seconds, error, seconds that `die` holds it back) of the sender."""
     named = random_weights([(1 << 20,)] * 8, 0)  # 4 MiB each: more than a socket swallows unread
+    group = dist.new_group([0, 1], timedelta(seconds=3))
     if rank == 1:
-        dist.broadcast(torch.empty(1 << 20), src=0)
+        dist.broadcast(torch.empty(1 << 20), src=0, group=group)
         os._exit(1) if how == "dies" else time.sleep(60)
     begin = time.monotonic()
     try:
-        send_weights(named, None, dtype=torch.float32, device=CPU, bucket_bytes=1 << 22, root=True)
+        send_weights(named, group, dtype=torch.float32, device=CPU, bucket_bytes=1 << 22, root=True)
     except Exception as error:
         seconds, held = time.monotonic() - begin, []
         with mock.patch.object(sync.time, "sleep", held.append), mock.patch.object(sync.os, "_exit"):
@@ -1220,10 +1219,10 @@ def interrupted(rank, how):
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 def test_a_receiver_that_is_gone_makes_the_sender_fail_in_time(tmp_path, how):
-    (sent,) = on_ranks(interrupted, 2, tmp_path / "rendezvous", how, timeout=3.0, asked=[0])
+    (sent,) = on_ranks(interrupted, 2, tmp_path / "rendezvous", how, asked=[0])
     assert sent is not None, "the sender noticed nothing"
     seconds, error, held = sent
-    assert seconds < 2 if how == "dies" else 2 < seconds < 10
+    assert seconds < 2.5 if how == "dies" else 2.5 < seconds < 10  # the group's timeout is 3 s
     assert held == 5, f"{error} is no cause: it has to let the dead rank's own error come first"
 
 

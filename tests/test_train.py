@@ -1,0 +1,379 @@
+"""Configuration, data, checkpoints and records, and the gradient over real trainer ranks.
+
+    pytest tests/test_train.py
+"""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from conftest import ROOT
+
+import evaluate
+import ppo
+import toy
+import train
+from evaluate import Records, Refused
+from packing import Trajectory
+from train import Config, check, parse
+
+torch.set_num_threads(1)
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ("--trainers 2", "leaves nobody to generate"),
+        ("--objective dpo", "objective must be one of rl, sft"),
+        ("--engine vllm", "engine must be one of"),
+        ("--dtype int8", "dtype must be one of"),
+        ("--device cuda", "torch sees no GPU"),
+        ("--steps 0", "steps must be at least 1"),
+        ("--lr nan", "lr must be a finite number"),
+        ("--lr 0", "lr must be at least"),
+        ("--temperature 0", "temperature must be at least"),
+        ("--clip 1.5", "clip must be at most"),
+        ("--filter_lower 1.0", "no group passes"),
+        ("--max_staleness -1", "max_staleness must be at least 0"),
+        ("--microbatch_tokens 100", "less than the longest sequence"),
+        ("--minibatches 999", "cannot be split into 999 mini-batches"),
+        ("--window 66", "would wait for ever"),
+        ("--decoupled false", "clip around a policy"),
+        ("--model some/model", "the toy model knows only the toy's words"),
+        ("--data file.jsonl", "knows only the toy's words"),
+        ("--model m --data missing.jsonl", "there is no file missing.jsonl"),
+        ("--stepz 3", "there is no setting --stepz"),
+        ("--steps three", "invalid int value"),
+        ("--config missing.yaml", "missing.yaml"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_a_sentence(settings, sentence):
+    if "cuda" in settings and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(Refused) as refusal:
+        check(parse(settings.split()), world=2)
+    assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("world, sentence", [(1, "torchrun --nproc_per_node 2 train.py")])
+def test_one_rank_is_told_what_to_type(world, sentence):
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        check(Config(), world)
+
+
+@pytest.mark.parametrize("world, trainers, slots", [(2, 1, 32), (3, 1, 16), (8, 4, 8)])
+def test_half_of_the_ranks_train_by_default(world, trainers, slots):
+    cfg = check(Config(), world)
+    assert (cfg.trainers, cfg.slots) == (trainers, slots)
+    assert check(Config(objective="sft"), world).trainers == world
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [("stepz: 3", "there is no setting --stepz"), ("steps: three", "invalid int value"), ("- 1", "expected lines"),
+     ("steps: true", "invalid int value"), ("a: [", "while parsing")],
+)  # fmt: skip
+def test_a_configuration_file_is_checked_by_name_and_type(tmp_path, content, sentence):
+    (tmp_path / "c.yaml").write_text(content)
+    with pytest.raises(Refused) as refusal:
+        parse(["--config", str(tmp_path / "c.yaml")])
+    assert sentence in str(refusal.value)
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    # 1e-6 is text to YAML, which wants a dot in it
+    (tmp_path / "c.yaml").write_text("steps: 7\nlr: 1e-6\ngroups: 3\nchat: true\nderived: {ranks: many}")
+    cfg = parse(["--groups", "5", "--config", str(tmp_path / "c.yaml")])
+    assert (cfg.steps, cfg.lr, cfg.groups, cfg.chat, cfg.answers) == (7, 1e-6, 5, True, Config().answers)
+
+
+def test_every_field_has_a_help_text_and_a_default_in_its_bounds():
+    for f in dataclasses.fields(Config):
+        assert f.metadata["help"], f.name
+    check(Config(), 2)
+
+
+# -- data
+
+
+def test_data_that_cannot_be_read_is_refused_with_file_and_line(tmp_path):
+    bad = {
+        "": "", "{": ":1", '{"prompt": 1, "answer": 2}': ":1", '{"prompt": "1 + 1 ="}': ":1",
+        '{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": "1 + 2 ="}': ":2",
+        '{"prompt": "1 + 1 + 1 + 1 + 1 + 1 =", "answer": 6}': "exceed max_prompt_tokens=6",
+    }  # fmt: skip
+    for number, (content, place) in enumerate(bad.items()):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(content)
+        with pytest.raises(Refused) as refusal:
+            train.load_data(Config(data=str(path), max_prompt_tokens=6), toy.build_tokenizer())
+        assert path.name in str(refusal.value) and place in str(refusal.value), refusal.value
+
+
+def test_the_fingerprint_changes_with_the_data_and_only_with_it(tmp_path):
+    def load(lines):
+        path = tmp_path / "d.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return train.load_data(Config(data=str(path), eval_problems=0), toy.build_tokenizer())[2]
+
+    lines = [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(9)]
+    assert load(lines) == load(lines) != load(lines[:-1] + [{"prompt": "8 + 1 =", "answer": 10}])
+
+
+def test_toy_problems_are_held_out():
+    problems, test, _, dropped = train.load_data(Config(), toy.build_tokenizer())
+    assert len(test) == 200 and dropped == 0 and len(problems) > 1000
+    assert not {p.prompt for p in problems} & {p.prompt for p in test}
+
+
+# -- the gradient, over ranks and micro-batches
+
+GRADIENT = """
+import os, sys, torch
+import train
+from packing import Trajectory, pack, plan_step
+torch.set_num_threads(1)
+cfg = train.check(train.parse(sys.argv[2:] + ["--objective", "sft"]), int(os.environ["WORLD_SIZE"]))
+me = train.join(cfg)
+policy = train.build_policy(cfg, me, "")
+optimizer = train.build_optimizer(cfg, policy, 1e-6)
+before = [p.full_tensor().clone() for p in policy.parameters()]
+generator = torch.Generator().manual_seed(3)
+batch = []
+for i in range(13):
+    n = int(torch.randint(1, 40, (), generator=generator))
+    one = Trajectory(0, i, reward=float(i % 3 == 0))
+    one.append(torch.randint(3, 100, (4,), generator=generator).tolist())
+    one.append(torch.randint(3, 100, (n,), generator=generator).tolist(),
+               (-4 - torch.rand(n, generator=generator)).tolist(), [0] * n)
+    batch.append(one)
+plan = plan_step([len(t.tokens) for t in batch], [int(t.loss_mask.sum()) for t in batch], seed=1, step=0,
+                 ranks=me.trainers, minibatches=1, capacity=cfg.microbatch_tokens)
+minibatches = [(m.denominator, [pack([batch[i] for i in micro]) for micro in m.micro[me.rank]],
+                [[10 * batch[i].reward - 5 for i in micro] for micro in m.micro[me.rank]]) for m in plan]
+from contextlib import nullcontext
+stats = train.ppo.ppo_step(policy, optimizer, minibatches, cfg, version=0, phase=lambda name: nullcontext(),
+                           **me.share())
+grads = [p.grad.full_tensor() for p in policy.parameters()]
+after = [p.full_tensor() for p in policy.parameters()]
+if me.rank == 0:
+    torch.save({"grads": grads, "delta": [b - a for a, b in zip(before, after)], "stats": stats,
+                "micro": len(minibatches[0][1])}, sys.argv[1])
+"""
+
+
+def test_the_gradient_is_the_same_for_any_ranks_and_micro_batches(job, tmp_path):
+    script = tmp_path / "gradient.py"
+    script.write_text(GRADIENT)
+    results = []
+    for ranks, capacity in ((1, 4096), (1, 100), (2, 100)):
+        out = tmp_path / f"{ranks}-{capacity}.pt"
+        one = job(out, "--microbatch_tokens", capacity, "--max_new_tokens", 60, "--grad_clip", 0, "--run_name",
+                  out.stem, ranks=ranks, script=script)  # fmt: skip
+        assert one.wait() == 0, one.text()
+        results.append(torch.load(out, weights_only=True))
+    assert results[0]["micro"] == 1 and results[1]["micro"] >= 3
+    for result in results[1:]:
+        for one, two in zip(results[0]["grads"], result["grads"], strict=True):
+            assert (one - two).norm() <= 1e-5 * one.norm()
+        for one, two in zip(results[0]["delta"], result["delta"], strict=True):
+            assert torch.allclose(one, two, atol=2e-8)  # the step itself, too
+        for name, value in results[0]["stats"].items():
+            assert value == pytest.approx(result["stats"][name], rel=1e-4, abs=1e-6), name
+    # float32 weights: a learning rate of 1e-6 still moves them.
+    moved = torch.cat([delta.flatten() for delta in results[0]["delta"]])
+    assert (moved != 0).float().mean() > 0.9 and moved.abs().max() < 3e-6
+
+
+# -- checkpoints, without processes
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A single trainer rank in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    me = train.Rank(0, 1, 1, torch.device("cpu"), torch.float32, folder=tmp_path / "run")
+    me.trainer_group = dist.group.WORLD
+    yield me
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_restores_weights_adam_and_random_state(alone, tmp_path):
+    cfg = Config()
+    policy = train.build_policy(cfg, alone, "")
+    optimizer = train.build_optimizer(cfg, policy, 1e-3)
+
+    def steps(count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            tokens = torch.randint(3, 100, (20,))  # from the global random state
+            policy(tokens, torch.arange(20), torch.arange(20) > 3)[0].sum().backward()
+            optimizer.step()
+
+    def weights():
+        return torch.cat([p.full_tensor().flatten() for p in policy.parameters()]).clone()
+
+    steps(2)
+    evaluate.save_checkpoint(alone.folder, alone.trainer_group, True, policy, optimizer, 2, cfg, {"fingerprint": "f"})
+    steps(3)
+    straight = weights()
+    checkpoint = alone.folder / "checkpoints" / "step-000002"
+    evaluate.load_checkpoint(checkpoint, alone.trainer_group, policy, optimizer)
+    assert not torch.equal(weights(), straight)
+    steps(3)
+    assert torch.equal(weights(), straight)  # bit for bit: Adam's moments and the draws are the same
+    assert evaluate.read_state(checkpoint, cfg, "f")["version"] == 2
+    with pytest.raises(Refused, match="has changed"):
+        evaluate.read_state(checkpoint, cfg, "g")
+    with pytest.raises(Refused, match="clip=0.2, now it is 0.3"):
+        evaluate.read_state(checkpoint, dataclasses.replace(cfg, clip=0.3), "f")
+    evaluate.read_state(checkpoint, dataclasses.replace(cfg, steps=99, batch_timeout=5.0), "f")
+
+
+def test_a_checkpoint_cut_off_while_writing_leaves_the_last_good_one(alone, monkeypatch):
+    cfg = Config(keep_checkpoints=2)
+    policy = train.build_policy(cfg, alone, "")
+    optimizer = train.build_optimizer(cfg, policy, 1e-3)
+    parent = alone.folder / "checkpoints"
+
+    def save(version):
+        evaluate.save_checkpoint(alone.folder, alone.trainer_group, True, policy, optimizer, version, cfg, {})
+
+    for version in (1, 2, 3):
+        save(version)
+    assert sorted(p.name for p in parent.iterdir()) == ["step-000002", "step-000003"]
+
+    def cut(*args, **kwargs):
+        (parent / ".step-000004").mkdir()
+        (parent / ".step-000004" / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate.dcp, "save", cut)
+        with pytest.raises(KeyboardInterrupt):
+            save(4)
+    cfg = Config(runs_dir=str(alone.folder.parent), run_name="run", resume=True)
+    assert evaluate.choose_folder(cfg) == (str(alone.folder), "step-000003")
+    save(4)
+    assert sorted(p.name for p in parent.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_the_exported_model_is_the_trained_one(alone, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    policy = train.build_policy(Config(), alone, "")
+    evaluate.export(tmp_path / "model", True, policy, toy.build_tokenizer())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.arange(3, 30)
+    with torch.no_grad():
+        logits = loaded(tokens[None]).logits[0, :-1].log_softmax(-1)
+        want = logits.gather(-1, tokens[1:, None]).squeeze(-1)
+        have = policy(tokens, torch.arange(27), torch.ones(27, dtype=bool))[0][1:]
+    assert torch.allclose(want, have, atol=1e-5)
+    assert loaded.config.architectures == ["Qwen3ForCausalLM"]
+
+
+def test_run_folders(tmp_path):
+    cfg = Config(runs_dir=str(tmp_path))
+
+    def choose(**changes):
+        return evaluate.choose_folder(dataclasses.replace(cfg, **changes))
+
+    assert choose() == (str(tmp_path / "toy"), "")
+    assert choose() == (str(tmp_path / "toy-2"), "")
+    assert choose(run_name="mine") == (str(tmp_path / "mine"), "")
+    assert "exists: add --resume" in choose(run_name="mine")[1]
+    assert "no checkpoint" in choose(run_name="mine", resume=True)[1]
+    (tmp_path / "toy-2" / "checkpoints" / "step-000005").mkdir(parents=True)
+    assert choose(resume=True) == (str(tmp_path / "toy-2"), "step-000005")
+    mine = str(tmp_path / "mine")
+    assert evaluate.choose_folder(cfg, previous=mine) == (mine, "")  # the attempt before wrote no checkpoint
+
+
+# -- records
+
+
+def group(rewards, length=4, version=0, finish="stop"):
+    trajectories = []
+    for index, reward in enumerate(rewards):
+        one = Trajectory(0, index, reward=reward, finish_reason=finish)
+        one.append([1, 2])
+        one.append([3] * length, [-1.0] * length, [version] * length)
+        trajectories.append(one.header())
+    return {"ticket": 0, "problem": "p", "trajectories": trajectories, "verdicts": {"right": sum(rewards)}}
+
+
+class Silence:
+    """As much of a dispatcher as the records look at."""
+
+    class queue:
+        rejected = 0
+
+    stats = {1: {"generate": 1.0, "tokens": 10}}
+
+    def take_events(self):
+        return [(1, [["generate", 1, 1.0, 0.5, {}]])]
+
+
+STATS = {"logprob_gap": 0.0}
+
+
+def test_a_resumed_run_continues_its_files_without_a_gap_or_a_repeat(tmp_path):
+    one = Records(tmp_path, 0, True, 6, 0, {})
+    one.open(Config(), {}, 1, 2)
+    one.begin(None, 0)
+    for step in range(4):
+        one.step(step, [group([1.0, 0.0])], STATS, 0.1, 0, Silence())
+        if step == 1:
+            kept = one.state()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "rew')  # killed here, behind a checkpoint of step 2
+    one.trace.write('{"name": "ha')
+    one.trace.flush()
+    two = Records(tmp_path, 0, True, 6, 2, kept)
+    two.open(Config(), {}, 1, 2)
+    two.begin(None, 2)
+    for step in range(2, 6):
+        two.step(step, [group([1.0, 0.0])], STATS, 0.1, 0, Silence())
+    two.trained()
+    two.finish(None, 2, "transformers", Silence())
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(6))
+    assert json.loads((tmp_path / "summary.json").read_text())["answers"] == 12  # 2 + 4 steps of 2
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert sum(event["name"] == "generate" for event in events) == 9  # what the killed attempt did did happen
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["groups"] == 32
+
+
+def test_warnings_for_what_silently_spoils_a_run(tmp_path, capsys):
+    records = Records(tmp_path, 0, True, 9, 0, {})
+    records.open(Config(), {}, 1, 2)
+    records.begin(None, 0)
+    records.step(0, [group([1.0, 0.0])], STATS, 0.1, 0, Silence())
+    assert "warning:" not in capsys.readouterr().out
+    records.step(1, [group([1.0, 0.0], finish="length")], STATS, 0.1, 0, Silence())
+    assert "100% of the answers of step 1 were cut off" in capsys.readouterr().out
+    for step in (2, 3):
+        records.step(step, [group([1.0, 1.0])], STATS, 0.1, 0, Silence())
+    assert "nothing to learn" not in capsys.readouterr().out
+    records.step(4, [group([1.0, 1.0])], {"logprob_gap": 0.5}, 0.1, 0, Silence())
+    out = capsys.readouterr().out
+    assert "nothing to learn" in out and "disagree by 0.500" in out
+
+
+def test_rewards_are_scaled_and_clipped():
+    cfg = Config()
+    assert [train.scaled_reward(cfg, r) for r in (0.0, 0.5, 1.0, 9.0)] == [-5, 0, 5, 20]
+
+
+def test_importing_train_starts_nothing():
+    assert ROOT == Path(train.__file__).parent and not dist.is_initialized()
+    assert math.isfinite(ppo.MAX_LOG_RATIO)
