@@ -6,6 +6,7 @@ change the log-probabilities or the gradient of a real (tiny) model.
 """
 
 import doctest
+import itertools
 import json
 import math
 import time
@@ -18,7 +19,17 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import packing
-from packing import MiniBatch, Trajectory, allocate, pack, plan_step, unpack
+from packing import (
+    MiniBatch,
+    Trajectory,
+    allocate,
+    batch_stats,
+    pack,
+    plan_step,
+    problem_of_ticket,
+    sft_batches,
+    unpack,
+)
 from ppo import gae, normalise, policy_loss, scale_loss, token_logprobs
 
 torch.set_num_threads(1)
@@ -323,3 +334,43 @@ def test_the_end_of_an_answer_is_learned_even_if_it_is_the_padding_token():
     logprobs = run(tiny_model(), packed)[1]
     loss, stats = policy_loss(logprobs, logprobs, logprobs, torch.ones(10), torch.from_numpy(packed.loss_mask))
     assert loss.tolist() == pytest.approx([0, 0, 0, -1, -1] * 2) and stats["tokens"] == 4
+
+
+def test_tickets_start_every_problem_once_an_epoch_in_an_order_of_the_seed():
+    order = [problem_of_ticket(ticket, 7, seed=3) for ticket in range(21)]
+    for epoch in range(3):
+        assert sorted(order[7 * epoch : 7 * epoch + 7]) == list(range(7))
+    assert order[:7] != order[7:14]  # another permutation each epoch
+    assert order == [problem_of_ticket(ticket, 7, seed=3) for ticket in range(21)]
+    assert order != [problem_of_ticket(ticket, 7, seed=4) for ticket in range(21)]
+
+
+def test_supervised_batches_fill_their_budget_and_visit_every_example_once_an_epoch():
+    lengths = [5, 3, 9, 20, 1, 7, 7]  # one is longer than the budget
+    batches = list(itertools.islice(sft_batches(lengths, 12, seed=1), 40))
+    assert all(sum(lengths[i] for i in batch) <= 12 or batch == [3] for batch in batches)
+    seen = [index for batch in batches for index in batch]
+    assert sorted(seen[:7]) == sorted(seen[7:14]) == list(range(7)) and seen[:7] != seen[7:14]
+    assert batches[5:20] == list(itertools.islice(sft_batches(lengths, 12, seed=1), 5, 20))
+
+
+def test_the_statistics_of_a_batch_count_tokens_where_they_say_so():
+    def one(index, versions, reward, finish="stop"):
+        made = Trajectory(0, index, reward=reward, finish_reason=finish)
+        made.append([1, 2])
+        made.append([3] * len(versions), [-1.0] * len(versions), versions)
+        return made.header()
+
+    groups = [
+        {"trajectories": [one(0, [2, 2, 3], 1.0), one(1, [3], 0.0, "length")], "verdicts": {"right": 1}},
+        {"trajectories": [one(0, [4, 4], 1.0), one(1, [3, 4], 1.0)], "verdicts": {"right": 2}},
+    ]
+    stats = batch_stats(groups, version=4)
+    assert stats["staleness_histogram"] == {"0": 3, "1": 3, "2": 2} and stats["staleness_max"] == 2
+    assert stats["staleness_mean"] == pytest.approx((3 * 1 + 2 * 2) / 8)
+    assert stats["head_staleness"] == pytest.approx((2 + 1 + 0 + 1) / 4)
+    assert stats["tail_staleness"] == pytest.approx((1 + 1 + 0 + 0) / 4)
+    assert (stats["answers"], stats["tokens"], stats["loss_tokens"]) == (4, 16, 8)
+    assert stats["pass_rate"] == 0.75 and stats["zero_variance_fraction"] == 0.5
+    assert stats["truncated_fraction"] == 0.25 and stats["length_mean"] == 2 and stats["length_max"] == 3
+    assert stats["verdicts"] == {"right": 3}
