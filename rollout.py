@@ -413,7 +413,7 @@ class Generator:
             elif notice["do"] == "update":
                 await self._update(notice["version"], notice["manifest"])
             elif notice["do"] == "evaluate":
-                await self._evaluate(notice["share"], notice["shares"])
+                await self._evaluate(self.test[notice["ranks"].index(self.rank) :: len(notice["ranks"])])
             elif notice["do"] == "stop":
                 return
 
@@ -433,8 +433,8 @@ class Generator:
         self._switch("generate" if self.running else "wait")
         self._send("loaded", version=version, checksum=checksum)
 
-    async def _evaluate(self, share: int, shares: int) -> None:
-        """pass@1 over this rank's share of the held-out problems."""
+    async def _evaluate(self, problems: list[Problem]) -> None:
+        """pass@1 over `problems`, this rank's share of the held-out ones."""
         self._switch("generate")
         cfg, gate = self.cfg, asyncio.Semaphore(self.cfg.slots)
 
@@ -442,7 +442,7 @@ class Generator:
             async with gate:
                 return await sample_and_score(-1, problem, cfg.eval_answers, self.engine, self.scorer)
 
-        groups = await asyncio.gather(*(one(problem) for problem in self.test[share::shares]))
+        groups = await asyncio.gather(*(one(problem) for problem in problems))
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         verdicts = sum((group.verdicts for group in groups), Counter())
         self._event("evaluate", 0, self.since, time.time())

@@ -2,35 +2,32 @@
 
 Three parts, top to bottom:
 
-1. `StalenessQueue`, the rule that bounds staleness: plain data, no store, no thread, no clock. The job, the
-   simulation and the property test drive this same class.
+1. `StalenessQueue`, the rule that bounds staleness: no store, no thread, no clock; job and simulation drive this class.
 2. `Channel`, `Dispatcher`: the control plane on the job's own key-value store (torch's TCPStore, the one torchrun
    already runs). Small JSON messages go through its queues, token arrays through one key per trajectory.
 3. `send_weights`, `receive_weights`: flat buckets, broadcast from trainer rank 0 to every generator, and a checksum
    of what was loaded as the proof of arrival.
 
-Left out, and why: no polling (every wait blocks in the store or on a condition), no dropping of old samples (pacing
-makes it unnecessary, and dropping biases against long answers), no partial restarts (one fault path: the attempt
-ends, torchrun starts the next one, which resumes), no pickles (a store is no place for code).
+Left out, and why: polling (every wait blocks in the store or on a condition), dropping of old samples (pacing makes it
+unnecessary, and dropping biases against long answers), partial restarts (one fault path: the attempt ends, torchrun
+starts the next one, which resumes), pickles (a store is no place for code).
 
 Who waits for whom. Each line has a deadline, and each deadline's error names both sides.
 
-    who                     waits for                            unblocked by                        deadline
-    generator, slot         admission of its ticket              `admit` notice: a step or a         batch_timeout
-                                                                 rejection moved the limit
-    generator, notices      the next notice                      trainer 0: admit, update,           batch_timeout
-                                                                 evaluate or stop
-    trainer 0               B groups in ticket order             `group` messages of generators      batch_timeout
-    trainer 1..             its plan of the step                 trainer 0, once the batch is full   batch_timeout
-    trainer 0, update       `paused` of every generator          each generator's engine             update_timeout
-    generators, update      buckets of weights                   trainer 0's broadcasts              update_timeout
-    trainer 0               `loaded` and its checksum            each generator, after loading       update_timeout
-    trainer 0, start        `ready` of every generator           each generator's engine is up       startup_timeout
+    who                  waits for                     unblocked by                                   deadline
+    generator, slot      admission of its ticket       `admit`: a step or a rejection moved the limit batch_timeout
+    generator, notices   the next notice               trainer 0: admit, update, evaluate or stop     batch_timeout
+    trainer 0            B groups in ticket order      `group` messages of generators                 batch_timeout
+    trainer 1..          its plan of the step          trainer 0, once the batch is full              batch_timeout
+    trainer 0, update    `paused` of every generator   each generator's engine                        update_timeout
+    generators, update   buckets of weights            trainer 0's broadcasts                         update_timeout
+    trainer 0            `loaded` and its checksum     each generator, after loading                  update_timeout
+    trainer 0, start     `ready` of every generator    each generator's engine is up                  startup_timeout
 
 No cycle: generators wait for the trainer only at the admission limit, where (eta + 1) * B groups are finished or
 under way, so the trainer has its batch; the trainer waits for generators only below it, where they may all work.
 
-Test:  pytest tests/test_sync.py
+    pytest tests/test_sync.py
 """
 
 import contextlib
@@ -47,18 +44,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 1. The rule
+# -- 1. The rule -------------------------------------------------------------------------------------------------------
 
 
 class StalenessError(RuntimeError):
-    """A group older than the bound was about to be trained: the guarantee of this module is broken."""
+    """Something older than the bound was about to be trained: the guarantee of this file is broken."""
 
 
 def admission_limit(version: int, rejected: int, *, groups: int, max_staleness: int, window: int, steps: int) -> int:
-    """First ticket that may not be started yet, by a generator that has `version` loaded.
-
-    `version` and `rejected` must come from one record: reading them one after the other breaks the bound.
+    """First ticket that may not be started yet, by a generator that has `version` loaded. `version` and `rejected` must
+    come from one record: reading them one after the other breaks the bound.
 
     >>> admission_limit(0, 0, groups=4, max_staleness=1, window=1, steps=10)
     8
@@ -87,10 +82,8 @@ class StalenessQueue:
         if groups < 1 or max_staleness < 0 or steps < 1 or window < 1:
             raise ValueError(f"groups={groups}, steps={steps}, window={window} must be >= 1, eta={max_staleness} >= 0")
         if window > max_staleness * groups + 1:
-            raise ValueError(
-                f"window={window} > max_staleness * groups + 1 = {max_staleness * groups + 1}: admission would stop "
-                f"before a batch of {groups} groups is complete, and the job would wait for ever"
-            )
+            raise ValueError(f"window={window} is more than max_staleness * groups + 1 = {max_staleness * groups + 1}: "
+                             f"admission would stop before a batch is complete, and the job would wait for ever")
         self.groups, self.max_staleness, self.steps, self.window = groups, max_staleness, steps, window
         self.version = 0
         self.rejected = 0  # R: all rejections so far
@@ -103,8 +96,8 @@ class StalenessQueue:
 
     @property
     def limit(self) -> int:
-        return admission_limit(self.version, self.rejected, groups=self.groups, max_staleness=self.max_staleness,
-                               window=self.window, steps=self.steps)  # fmt: skip
+        rule = {"groups": self.groups, "max_staleness": self.max_staleness, "window": self.window, "steps": self.steps}
+        return admission_limit(self.version, self.rejected, **rule)
 
     def finish(self, ticket: int, header: dict, accepted: bool) -> None:
         """A generator finished `ticket`. `header["head"]` is the version of its oldest generated token."""
@@ -132,21 +125,18 @@ class StalenessQueue:
         """The next batch (headers, in ticket order), or None while it is not complete."""
         end = self.oldest_unfinished() + self.window
         batch = sorted(ticket for ticket in self.ready if ticket < end)[: self.groups]
-        if len(batch) < self.groups or self.version >= self.steps:
+        if len(batch) < self.groups:
             return None
         for ticket in batch:
             if self.version - self.ready[ticket]["head"] > self.max_staleness:
-                raise StalenessError(
-                    f"ticket {ticket} began at version {self.ready[ticket]['head']} and would be trained at version "
-                    f"{self.version}: staleness above the bound {self.max_staleness}"
-                )
+                raise StalenessError(f"ticket {ticket} began at version {self.ready[ticket]['head']} and would be "
+                                     f"trained at version {self.version}: above the bound {self.max_staleness}")
         self.passed.update(batch)
         headers = [self.ready.pop(ticket) for ticket in batch]
         self._advance()
         return headers
 
     def trained(self) -> None:
-        """The batch that was taken last is trained: the weights have the next version."""
         self.version += 1
 
     def _advance(self) -> None:
@@ -171,8 +161,7 @@ class StalenessQueue:
         self.skip = frozenset(state["passed"])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 2. The control plane
+# -- 2. The control plane ----------------------------------------------------------------------------------------------
 
 PART_BYTES = 4 << 20  # a value of the store may hold 8 MiB at most
 FOREVER = 7 * 24 * 3600.0  # for threads whose wait is watched by another deadline
@@ -181,9 +170,9 @@ FOREVER = 7 * 24 * 3600.0  # for threads whose wait is watched by another deadli
 class Channel:
     """One connection to the job's store, with the keys of this attempt under a prefix of their own.
 
-    A blocking `pop` holds the whole connection, so every thread that waits has a Channel of its own. Queues vanish
-    when they are empty, so messages leave no key behind. A restarted attempt meets the keys of the old one (torchrun's
-    store outlives it); the prefix carries the restart count and `sweep` deletes what is older.
+    A blocking `pop` holds the connection, so every thread that waits has a Channel of its own. Empty queues vanish, so
+    messages leave no key behind. A restarted attempt meets the keys of the old one (torchrun's store outlives it): the
+    prefix carries the restart count, and `sweep` deletes what is older.
     """
 
     def __init__(self, timeout_s: float = 60.0):
@@ -224,15 +213,13 @@ class Channel:
         return self.store.add(self.prefix + "ticket", 1) - 1
 
     def first_ticket(self, ticket: int) -> None:
-        """Set where the counter starts. Trainer 0 does it before anything is admitted."""
         self.store.set(self.prefix + "ticket", str(ticket))
 
     def sweep(self, queues: Iterable[str]) -> None:
         """Delete what earlier attempts left."""
         for key in self.store.list_keys():
-            key = key.decode() if isinstance(key, bytes) else key
-            name = key.lstrip("/")
-            if name.startswith("boba/") and int(name.split("/")[1]) < self.attempt:
+            path = key.lstrip("/").split("/")
+            if path[0] == "boba" and int(path[1]) < self.attempt:
                 self.store.delete_key(key)
         for attempt in range(self.attempt):
             for queue in queues:
@@ -245,7 +232,7 @@ class Dispatcher:
 
     A thread receives what generators send, also while a step is being trained, so a rejection moves the admission
     limit at once. Notices to generators: {"do": "admit", "version", "rejected", "skip"} (one record: the two numbers
-    are never read apart), {"do": "update", "version"}, {"do": "evaluate", "share", "shares"}, {"do": "stop"}.
+    are never read apart), {"do": "update", "version"}, {"do": "evaluate", "ranks"}, {"do": "stop"}.
     Messages from generators: "ready", "group", "paused", "loaded", "evaluated"; each may carry "events" (for the
     trace) and "stats" (seconds spent, tokens made).
     """
@@ -258,14 +245,11 @@ class Dispatcher:
         self.replies: dict[tuple, dict[int, dict]] = {}  # (kind, version) -> rank -> message
         self.checksums: dict[int, int] = {}  # version -> checksum of what was sent
         self.events: list[tuple[int, list]] = []  # (rank, its events)
-        self.stats: dict[int, dict] = {rank: {} for rank in generators}
-        self.heard: dict[int, float] = {rank: time.monotonic() for rank in generators}
+        self.stats, self.heard = {rank: {} for rank in generators}, {rank: time.monotonic() for rank in generators}
         self.out = Channel()
         self.out.first_ticket(queue.oldest)
         self.fail = fail
         threading.Thread(target=self._receive, args=(Channel(),), daemon=True, name="inbox").start()
-
-    # -- from generators
 
     def _receive(self, channel: Channel) -> None:
         try:
@@ -287,11 +271,9 @@ class Dispatcher:
             self.queue.finish(message["ticket"], message, message["accepted"])
             if not message["accepted"]:
                 if self.queue.rejected_in_a_row >= self.max_rejections:
-                    raise RuntimeError(
-                        f"{self.queue.rejected_in_a_row} groups in a row were rejected (the last pass rate was "
-                        f"{message['pass_rate']:.2f}): the problems are too hard or too easy for the filter"
-                    )
-                self._publish()
+                    raise RuntimeError(f"{self.queue.rejected_in_a_row} groups in a row were rejected (the last pass "
+                                       f"rate was {message['pass_rate']:.2f}): the problems do not fit the filter")
+                self.publish()
         elif kind != "trainer":  # a trainer rank's message brings nothing but events
             self.replies.setdefault((kind, message.get("version")), {})[rank] = message
             if kind == "loaded":
@@ -301,10 +283,8 @@ class Dispatcher:
         sent = self.checksums.get(version)
         for rank, message in self.replies.get(("loaded", version), {}).items():
             if sent is not None and message["checksum"] != sent:
-                raise RuntimeError(
-                    f"generator rank {rank} holds other weights than the trainer at version {version}: checksum "
-                    f"{message['checksum']:016x}, sent {sent:016x}"
-                )
+                raise RuntimeError(f"generator rank {rank} holds other weights than the trainer at version {version}: "
+                                   f"checksum {message['checksum']:016x}, sent {sent:016x}")
 
     # -- waiting
 
@@ -330,35 +310,29 @@ class Dispatcher:
             while len(replies) < len(self.generators):
                 if not self.changed.wait(deadline - time.monotonic()):
                     missing = sorted(set(self.generators) - set(replies))
-                    raise TimeoutError(
-                        f"trainer rank 0 waited {timeout_s:.0f} s for {kind!r} (version {version}) from generator "
-                        f"rank(s) {missing}"
-                    )
+                    raise TimeoutError(f"trainer rank 0 waited {timeout_s:.0f} s for {kind!r} (version {version}) from "
+                                       f"generator rank(s) {missing}")
             return self.replies.pop((kind, version))
 
     # -- to generators
 
     def notify(self, notice: dict) -> None:
-        for rank in self.generators:
-            self.out.push(f"notices/{rank}", notice)
-
-    def _publish(self) -> None:
-        self.notify({"do": "admit", "version": self.queue.version, "rejected": self.queue.rejected,
-                     "skip": sorted(self.queue.skip)})  # fmt: skip
+        with self.changed:  # re-entrant; one connection under one lock: all generators see one order
+            for rank in self.generators:
+                self.out.push(f"notices/{rank}", notice)
 
     def publish(self) -> None:
         """Announce (version, rejected), read together: the lock is what makes it one record."""
         with self.changed:
-            self._publish()
+            self.notify({"do": "admit", "version": self.queue.version, "rejected": self.queue.rejected,
+                         "skip": sorted(self.queue.skip)})  # fmt: skip
 
     def begin_update(self, version: int, names: list[list]) -> None:
         """Have every generator interrupt what it decodes; returns once all of them wait for weights. `names`, the
         manifest, goes along with the first update. The update before must have arrived everywhere by now."""
         first = not self.checksums
-        for old in self.checksums:
-            self.gather("loaded", old, self.update_timeout)
-        with self.changed:
-            self.notify({"do": "update", "version": version, "manifest": names if first else None})
+        self._arrived()
+        self.notify({"do": "update", "version": version, "manifest": names if first else None})
         self.gather("paused", version, self.update_timeout)
 
     def sent(self, version: int, checksum: int) -> None:
@@ -372,34 +346,36 @@ class Dispatcher:
         could see the new version and admit by it while it still has the old weights loaded."""
         with self.changed:
             self.queue.trained()
-            self._publish()
+            self.publish()
 
     def state(self) -> dict:
         with self.changed:
             return self.queue.state()
 
+    def _arrived(self) -> None:  # everywhere; that they are the right weights `_check_loaded` sees
+        for version in self.checksums:
+            self.gather("loaded", version, self.update_timeout)
+
     def stop(self) -> None:
-        with self.changed:
-            self.notify({"do": "stop"})
+        self._arrived()
+        self.notify({"do": "stop"})
 
     def evaluate(self, timeout_s: float) -> list[dict]:
         """pass@1 shares of all generators. Nothing is admitted and no update runs meanwhile."""
-        with self.changed:
-            for share, rank in enumerate(self.generators):
-                self.out.push(f"notices/{rank}", {"do": "evaluate", "share": share, "shares": len(self.generators)})
+        self.notify({"do": "evaluate", "ranks": self.generators})
         return list(self.gather("evaluated", None, timeout_s).values())
 
     def take_events(self) -> list[tuple[int, list]]:
         with self.changed:
             events, self.events = self.events, []
-            return events
+        return events
 
 
 def die(role: str, rank: int, error: BaseException) -> None:
     """Print the error, rank first, and end this process at once; torchrun then ends the others.
 
     `os._exit` because threads blocked in a store or in a collective would keep the interpreter alive. An error that
-    only says that a peer is gone is held back for a few seconds: the peer's own error, or torchrun's report of its
+    only says that a peer is gone is held back for some seconds: the peer's own error, or torchrun's report of its
     signal, is the cause and comes first (and torchrun usually ends this rank before the time is up).
     """
     text = f"{type(error).__name__}: {error}"
@@ -412,13 +388,12 @@ def die(role: str, rank: int, error: BaseException) -> None:
         with contextlib.suppress(OSError):  # whoever read our output may be gone, too
             sys.stdout.flush()
         trace = "".join(traceback.format_exception(error))
-        print(f"\n[rank {rank}, {role}] {text}\n{trace}", file=sys.stderr, flush=True)
+        print(f"[rank {rank}, {role}] {text}\n{trace}", file=sys.stderr, flush=True)
     finally:
         os._exit(1)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 3. Weights
+# -- 3. Weights --------------------------------------------------------------------------------------------------------
 
 ALIGN = 16  # bytes; keeps every tensor of a bucket viewable as 64-bit words
 
@@ -429,17 +404,12 @@ def manifest(named: Iterable[tuple[str, torch.Tensor]]) -> list[list]:
 
 
 def check_manifest(sent: list[list], held: list[list], rank: int) -> None:
-    """Refuse to start if the generator's parameters are not the trainer's: an unknown name would be lost silently."""
-    sent_names, held_names = {n: s for n, s in sent}, {n: s for n, s in held}
-    missing, extra = sorted(set(held_names) - set(sent_names)), sorted(set(sent_names) - set(held_names))
-    shapes = [n for n in sent_names if n in held_names and list(sent_names[n]) != list(held_names[n])]
-    # Buckets are laid out in the order of the names: in another one, tensors would get each other's values.
-    moved = [] if missing or extra else [s for (s, _), (h, _) in zip(sent, held, strict=True) if s != h]
-    if missing or extra or shapes or moved:
-        raise RuntimeError(
-            f"generator rank {rank} and the trainer hold different models: the trainer lacks {missing[:3]}, the "
-            f"generator lacks {extra[:3]}, shapes differ for {shapes[:3]}, order differs at {moved[:3]}"
-        )
+    """Refuse to start if the generator's parameters are not the trainer's, order included: buckets are laid out in it,
+    so tensors of equal shape would get each other's values."""
+    if sent != held:
+        ours, theirs = ([entry for entry in a if entry not in b][:3] for a, b in ((sent, held), (held, sent)))
+        raise RuntimeError(f"generator rank {rank} and the trainer hold different models: only the trainer has "
+                           f"{ours}, only the generator {theirs}, or the order differs")
 
 
 def buckets(named: list[tuple[str, torch.Tensor]], dtype: torch.dtype, bucket_bytes: int) -> list[list[tuple]]:
@@ -456,19 +426,16 @@ def buckets(named: list[tuple[str, torch.Tensor]], dtype: torch.dtype, bucket_by
     return result
 
 
-def _bucket_numel(bucket: list[tuple]) -> int:
-    _, tensor, offset = bucket[-1]
-    return offset + tensor.numel()
+def _numel(bucket: list[tuple]) -> int:
+    return bucket[-1][2] + bucket[-1][1].numel()  # offset and size of its last tensor
 
 
 def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of the tensor's bits, read as the widest integers that fit; wraps around, never rounds."""
+    """Sum of the tensor's bits, read as the widest integers that fit; wraps around, never rounds. It does not see the
+    order of words within a tensor, which names, shapes and one layout on both sides already fix."""
     flat = tensor.detach().reshape(-1)
-    size = flat.numel() * flat.element_size()
-    for word in (torch.int64, torch.int32, torch.int16, torch.int8):
-        if size % word.itemsize == 0 and word.itemsize >= flat.element_size():
-            return flat.view(word).sum(dtype=torch.int64)
-    return flat.view(torch.int16 if flat.element_size() == 2 else torch.int32).sum(dtype=torch.int64)
+    word = next(w for w in (torch.int64, torch.int32, torch.int16) if flat.nbytes % w.itemsize == 0)
+    return flat.view(word).sum(dtype=torch.int64)
 
 
 def combine(sums: list[torch.Tensor]) -> int:
@@ -491,7 +458,7 @@ def send_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torch.d
     plan = buckets(named, dtype, bucket_bytes)
     buffers, pending, sums = [None, None], None, []
     if root:
-        size = max(_bucket_numel(bucket) for bucket in plan)
+        size = max(_numel(bucket) for bucket in plan)
         buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(min(2, len(plan)))]
     for i, bucket in enumerate(plan):
         flat = buffers[i % 2]
@@ -504,7 +471,7 @@ def send_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torch.d
         if root:
             if pending is not None:
                 pending.wait()
-            pending = dist.broadcast(flat[: _bucket_numel(bucket)], src=0, group=group, async_op=True)
+            pending = dist.broadcast(flat[: _numel(bucket)], src=0, group=group, async_op=True)
     if root:
         pending.wait()
         return combine(sums)
@@ -517,11 +484,11 @@ def receive_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torc
     """The other end: load every bucket into the generator's own tensors; returns the checksum of these tensors as
     they are afterwards, not of the bytes that came in."""
     plan = buckets(named, dtype, bucket_bytes)
-    size = max(_bucket_numel(bucket) for bucket in plan)
+    size = max(_numel(bucket) for bucket in plan)
     buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(min(2, len(plan)))]
 
     def start(i: int):
-        return dist.broadcast(buffers[i % 2][: _bucket_numel(plan[i])], src=0, group=group, async_op=True)
+        return dist.broadcast(buffers[i % 2][: _numel(plan[i])], src=0, group=group, async_op=True)
 
     pending = start(0)
     for i, bucket in enumerate(plan):

@@ -192,9 +192,10 @@ def check(cfg: Config, world: int) -> Config:
          f"max_new_tokens = {longest}: such a sequence could never be trained")  # fmt: skip
     need(cfg.minibatches <= cfg.groups * cfg.answers,
          f"{cfg.groups} x {cfg.answers} answers cannot be split into {cfg.minibatches} mini-batches")  # fmt: skip
-    need(cfg.window <= cfg.max_staleness * cfg.groups + 1,
-         f"window={cfg.window} is more than max_staleness * groups + 1 = {cfg.max_staleness * cfg.groups + 1}: "
-         f"admission would stop before a batch is complete, and the job would wait for ever")  # fmt: skip
+    try:
+        StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
+    except ValueError as error:
+        raise Refused(str(error)) from error
     need(cfg.decoupled or cfg.max_staleness == 0,
          f"decoupled=false with max_staleness={cfg.max_staleness} would clip around a policy that is up to "
          f"{cfg.max_staleness} versions old; only max_staleness=0 may go without")  # fmt: skip
