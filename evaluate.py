@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, a timeline, a summary, and the lines on the terminal while it goes on.
+"""What a run starts from and what it leaves behind: data, folder, checkpoints; metrics, a timeline, a summary.
 
 `Records` is used by trainer ranks. Files of a run folder:
 
@@ -12,7 +12,7 @@ pass@1 itself is measured by the generators (`rollout.Generator`); here its shar
 Left out, and why: no experiment tracker (a row of JSON a step is what all of them read), no averaging over steps
 (`metrics.jsonl` has what happened; smoothing is for whoever draws it). Benchmarks and pass@k are not here yet.
 
-Test:  pytest tests/test_evaluate.py
+    pytest tests/test_train.py
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ from torch.distributed.checkpoint.state_dict import (
 from tqdm import tqdm
 
 import toy
-from packing import batch_stats
+from packing import Trajectory, batch_stats
+from reward import Problem, encode_problems, hold_out, load_demonstrations, load_problems
 
 
 def pass_at_1(shares: list[dict]) -> dict:
@@ -268,8 +269,50 @@ class Records:
         self.say("\n".join([f"\n{self.folder}", *rows]))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The run's folder and its checkpoints
+# -- The run's data ----------------------------------------------------------------------------------------------------
+
+
+def load_data(cfg, tokenizer) -> tuple[list[Problem], list[Problem], str, int]:
+    """(training problems, held-out problems, fingerprint, prompts dropped as too long). Raises Refused."""
+    try:
+        if cfg.data == "toy":
+            problems, test = (
+                [Problem(row["query_id"], row["prompt"], tuple(row["solutions"])) for row in toy.problems(*args)]
+                for args in (("train", 1024, cfg.seed), ("test", cfg.eval_problems, 0))
+            )
+        else:
+            problems, test = load_problems(cfg.data), load_problems(cfg.eval_data) if cfg.eval_data else []
+            if not test and cfg.eval_problems:
+                problems, test = hold_out(problems, cfg.eval_problems)
+    except (OSError, ValueError) as error:
+        raise Refused(str(error)) from error
+    kept = encode_problems(problems, tokenizer, cfg.max_prompt_tokens, cfg.chat)
+    test = encode_problems(test[: cfg.eval_problems], tokenizer, cfg.max_prompt_tokens, cfg.chat)
+    if not kept:
+        raise Refused(f"{cfg.data}: all {len(problems)} prompts exceed max_prompt_tokens={cfg.max_prompt_tokens}")
+    content = json.dumps([[problem.prompt_ids, problem.solutions] for problem in kept]).encode()
+    return kept, test, hashlib.sha256(content).hexdigest()[:16], len(problems) - len(kept)
+
+
+def demonstrations(cfg, tokenizer) -> list[Trajectory]:
+    """Supervised examples as trajectories: the answer and its end are what is trained."""
+    try:
+        rows = toy.demonstrations(16384, cfg.seed) if cfg.data == "toy" else load_demonstrations(cfg.data)
+    except (OSError, ValueError) as error:
+        raise Refused(str(error)) from error
+    examples = []
+    for index, (prompt, answer) in enumerate(rows):
+        example, ids = Trajectory(ticket=0, index=index), tokenizer(answer, add_special_tokens=False)["input_ids"]
+        example.append(tokenizer(prompt)["input_ids"])
+        example.append(ids + [tokenizer.eos_token_id], [0.0] * (len(ids) + 1), [0] * (len(ids) + 1))
+        if len(example.tokens) <= cfg.microbatch_tokens:
+            examples.append(example)
+    if not examples:
+        raise Refused(f"{cfg.data}: every example is longer than microbatch_tokens={cfg.microbatch_tokens}")
+    return examples
+
+
+# -- The run's folder and its checkpoints ------------------------------------------------------------------------------
 
 
 def derive(cfg, me, sizes: dict) -> dict:

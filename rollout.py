@@ -15,7 +15,7 @@ most runs need. Token ids from the engine reach the trainer untouched; nothing i
 Left out, and why: no dynamic batching of our own (continuous batching is the engine's job), no top-p / top-k / penalty
 when sampling for training (the returned log-probability would not be the policy's), no speculative decoding.
 
-Test:  pytest tests/test_rollout.py
+    pytest tests/test_rollout.py
 """
 
 import asyncio

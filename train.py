@@ -35,11 +35,10 @@ from transformers import AutoModelForCausalLM, HfArgumentParser
 
 import evaluate
 import ppo
-import toy
 from evaluate import Records, Refused, pass_at_1
 from packing import Trajectory, pack, plan_step
-from reward import Problem, Scorer, die_with_parent, load_demonstrations, load_problems
-from rollout import Generator, TransformersEngine, empty_model, encode_problems, hold_out, load_tokenizer, stop_ids
+from reward import Scorer, die_with_parent
+from rollout import Generator, TransformersEngine, empty_model, load_tokenizer, stop_ids
 from sync import Channel, Dispatcher, StalenessError, StalenessQueue, die, manifest, send_weights
 
 
@@ -72,7 +71,7 @@ class Config:
     eval_data: str = _("", "JSONL file of held-out problems; empty: set apart from data by a hash")
     chat: bool = _(False, "render prompts with the tokenizer's chat template; false: verbatim")
     seed: int = _(1, "of data order, mini-batches, sampling, toy", 0)
-    steps: int = _(25, "train steps (weight versions)", 1, free=True)
+    steps: int = _(30, "train steps (weight versions)", 1, free=True)
     # roles and engine
     trainers: int = _(0, "ranks that train, the others generate; 0: half of them", 0, free=True)
     engine: str = _("auto", "auto or transformers", free=True)
@@ -279,46 +278,6 @@ def join(cfg: Config) -> Rank:
     return me
 
 
-def load_data(cfg: Config, tokenizer) -> tuple[list[Problem], list[Problem], str, int]:
-    """(training problems, held-out problems, fingerprint, prompts dropped as too long). Raises Refused."""
-    try:
-        if cfg.data == "toy":
-            problems, test = (
-                [Problem(row["query_id"], row["prompt"], tuple(row["solutions"])) for row in toy.problems(*args)]
-                for args in (("train", 1024, cfg.seed), ("test", cfg.eval_problems, 0))
-            )
-        else:
-            problems, test = load_problems(cfg.data), load_problems(cfg.eval_data) if cfg.eval_data else []
-            if not test and cfg.eval_problems:
-                problems, test = hold_out(problems, cfg.eval_problems)
-    except (OSError, ValueError) as error:
-        raise Refused(str(error)) from error
-    kept = encode_problems(problems, tokenizer, cfg.max_prompt_tokens, cfg.chat)
-    test = encode_problems(test[: cfg.eval_problems], tokenizer, cfg.max_prompt_tokens, cfg.chat)
-    if not kept:
-        raise Refused(f"{cfg.data}: all {len(problems)} prompts exceed max_prompt_tokens={cfg.max_prompt_tokens}")
-    content = json.dumps([[problem.prompt_ids, problem.solutions] for problem in kept]).encode()
-    return kept, test, hashlib.sha256(content).hexdigest()[:16], len(problems) - len(kept)
-
-
-def demonstrations(cfg: Config, tokenizer) -> list[Trajectory]:
-    """Supervised examples as trajectories: the answer and its end are what is trained."""
-    try:
-        rows = toy.demonstrations(16384, cfg.seed) if cfg.data == "toy" else load_demonstrations(cfg.data)
-    except (OSError, ValueError) as error:
-        raise Refused(str(error)) from error
-    examples = []
-    for index, (prompt, answer) in enumerate(rows):
-        example, ids = Trajectory(ticket=0, index=index), tokenizer(answer, add_special_tokens=False)["input_ids"]
-        example.append(tokenizer(prompt)["input_ids"])
-        example.append(ids + [tokenizer.eos_token_id], [0.0] * (len(ids) + 1), [0] * (len(ids) + 1))
-        if len(example.tokens) <= cfg.microbatch_tokens:
-            examples.append(example)
-    if not examples:
-        raise Refused(f"{cfg.data}: every example is longer than microbatch_tokens={cfg.microbatch_tokens}")
-    return examples
-
-
 def build_policy(cfg: Config, me: Rank, source: str) -> ppo.Policy:
     """The model under FSDP2: float32 weights, gradients and Adam state, compute in `dtype`. `source` is a folder or hub
     name, or "" for an untrained one (the toy before its warm start, or a checkpoint follows)."""
@@ -354,7 +313,7 @@ def build_optimizer(cfg: Config, policy: nn.Module, lr: float) -> torch.optim.Ad
 
 def train_supervised(cfg: Config, me: Rank, tokenizer) -> None:
     """`--objective sft`: every rank trains; the model ends up where reinforcement would put it."""
-    examples = demonstrations(cfg, tokenizer)
+    examples = evaluate.demonstrations(cfg, tokenizer)
     content = json.dumps([example.tokens.tolist() for example in examples]).encode()
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
     state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
@@ -413,7 +372,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, de
     if cfg.model == "toy" and not me.checkpoint and not me.warm:
         with phase("warm start"):
             optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
-            ppo.supervised(policy, optimizer, demonstrations(cfg, tokenizer), cfg, start=0, **me.share())
+            ppo.supervised(policy, optimizer, evaluate.demonstrations(cfg, tokenizer), cfg, start=0, **me.share())
             evaluate.export(warm, root, policy, tokenizer)
     optimizer = build_optimizer(cfg, policy, cfg.lr)
     if me.checkpoint:
@@ -513,7 +472,7 @@ def main(argv: list[str] | None = None) -> None:
         if cfg.objective == "sft":
             train_supervised(cfg, join(cfg), tokenizer)
         else:
-            problems, test, fingerprint, dropped = load_data(cfg, tokenizer)
+            problems, test, fingerprint, dropped = evaluate.load_data(cfg, tokenizer)
             role = "trainer" if rank < cfg.trainers else "generator"
             # Workers start before the process group: they must inherit nothing of it.
             scorer = Scorer(cfg.scorers, cfg.score_timeout) if role == "generator" else None

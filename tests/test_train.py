@@ -114,7 +114,7 @@ def test_data_that_cannot_be_read_is_refused_with_file_and_line(tmp_path):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(content)
         with pytest.raises(Refused) as refusal:
-            train.load_data(Config(data=str(path), max_prompt_tokens=6), toy.build_tokenizer())
+            evaluate.load_data(Config(data=str(path), max_prompt_tokens=6), toy.build_tokenizer())
         assert path.name in str(refusal.value) and place in str(refusal.value), refusal.value
 
 
@@ -122,14 +122,14 @@ def test_the_fingerprint_changes_with_the_data_and_only_with_it(tmp_path):
     def load(lines):
         path = tmp_path / "d.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return train.load_data(Config(data=str(path), eval_problems=0), toy.build_tokenizer())[2]
+        return evaluate.load_data(Config(data=str(path), eval_problems=0), toy.build_tokenizer())[2]
 
     lines = [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(9)]
     assert load(lines) == load(lines) != load(lines[:-1] + [{"prompt": "8 + 1 =", "answer": 10}])
 
 
 def test_toy_problems_are_held_out():
-    problems, test, _, dropped = train.load_data(Config(), toy.build_tokenizer())
+    problems, test, _, dropped = evaluate.load_data(Config(), toy.build_tokenizer())
     assert len(test) == 200 and dropped == 0 and len(problems) > 1000
     assert not {p.prompt for p in problems} & {p.prompt for p in test}
 
