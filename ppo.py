@@ -259,8 +259,7 @@ def token_logprobs(hidden: Tensor, head: Tensor, tokens: Tensor, positions: Tens
     return blank.index_copy(0, rows, picked), blank.index_copy(0, rows, entropy) if with_entropy else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Steps of an optimiser
+# -- Steps of an optimiser ---------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):

@@ -1,51 +1,44 @@
-"""Problems, the verdict on a response, and a pool of processes that can be killed to reach it.
+r"""Problems, and an examiner's verdict on a response: right, wrong, or why it cannot be told.
 
-Which answers are equal is decided in `math_verifier.py`, whose docstring lists the disputed rules; what a verdict is
-worth is the trainer's configuration. Judging may never end (power towers), and the process that wants the verdict holds
-sockets, GPU state and threads: it must neither fork nor be imported again. So `Scorer` starts one child by its path,
-before the process group exists; the child imports sympy but neither torch nor transformers, and forks workers:
+math-verify parses and sympy compares; the rules here close their known faults. Those that people dispute:
+- The answer is the content of the last complete `\boxed{}` after the last `</think>` (of the whole text without that
+  tag). No box, an empty box and a box that never closes are no answer; a number in prose is not one either.
+- Numbers are exact: a decimal does not equal what it rounds. 1,234 is a number, or a list if the other side is one.
+  2\frac13 is a mixed number, 2\frac32 and 2\frac x3 are products. A numeral with a base is its value.
+- 5\% is 5/100 or, where the other side has no percent sign, plain 5. A unit may be left out but not be a wrong one.
+- Tuples and intervals are ordered and their brackets count; sets, unions, lists (comma, "and", "or", plus-minus) are
+  not ordered, and every item counts. A bare list may stand for a tuple, in its order, or for a set.
+- `x=` in front of a value is decoration. Words are equal when spelled alike, capitals aside, and never when parsed
+  alike. A choice letter may be decorated: (B), B., B. 42. Any one of several answer keys is enough.
 
-    who        waits for                                       and if it never comes
-    score()    its verdict, as a JSON line from the child      ScorerError after two deadlines and 30 s without any news
-    child      requests, verdicts, the next deadline           kills the late worker, forks another, answers "timeout"
-    worker     one request                                     dies with the child, which dies with its parent
-
-The answer of a worker that died by itself is tried once more. A second death, like every error that is not the answer's
-fault, breaks the scorer and ends the run, because a wrong verdict would be learned from. Left out: pebble (its pool
-breaks when an idle worker dies), limits for code that nobody trusts, rewards for prose.
+What has no reading is `unparsed`, counted apart from `wrong`. Nothing is evaluated as Python. Judging may never end
+(power towers), so `Scorer` leaves it to processes that can be killed (`sandbox.py`), except where equal text, numbers
+or letters settle it in linear time. Left out: prose, which needs a judge model, and closeness to a rounded value.
 
     python reward.py check tests/data/math.jsonl    # examine the verifier: rows of id, response, gold, expected
 """
 
 import argparse
 import asyncio
-import collections
-import contextlib
-import ctypes
-import importlib.util
-import itertools
+import functools
+import hashlib
 import json
+import logging
 import os
-import queue
 import re
-import resource
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import unicodedata
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from multiprocessing import connection
+from fractions import Fraction
+from typing import NamedTuple
 
-import math_verifier as mv
-from math_verifier import extract_answer
+from sandbox import Pool, PoolError
 
-LONGEST_INLINE = 20_000  # characters; looking for a box in more of them would hold up the event loop
-START_S = 60.0  # the child must be ready within this; importing sympy on a busy machine takes a few seconds
-GRACE_S = 30.0  # on top of two deadlines (an answer may be tried twice) before silence means a broken scorer
-MATH_MEMORY = 4 << 30  # bytes of address space for a math worker; a power tower would take all there is
+ScorerError = PoolError  # the scorer is broken: no verdict can be trusted and the run must stop
+JUDGE = f"{os.path.abspath(__file__)}:judge"
+LONGEST_INLINE = 50_000  # characters; looking for a box in more of them would hold up the event loop
+LONGEST_ANSWER = 2000  # characters; a longer one is only compared as text
 
 
 class Verdict(StrEnum):
@@ -58,8 +51,7 @@ class Verdict(StrEnum):
     TIMEOUT = "timeout"
 
 
-class ScorerError(RuntimeError):
-    """The scorer is broken: no verdict can be trusted and the run must stop."""
+# -- Problems ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class Problem:
     prompt: str
     solutions: tuple[str, ...]
     task: str = "math"
-    prompt_ids: tuple[int, ...] = ()  # the prompt as tokens, filled in where there is a tokenizer
+    prompt_ids: tuple[int, ...] = ()
 
 
 def load_problems(path: str) -> list[Problem]:
@@ -101,16 +93,14 @@ def load_problems(path: str) -> list[Problem]:
             raise ValueError(f"{where}: query_id {name!r} was already used on line {lines[str(name)]}")
         for solution in solutions:
             try:
-                key = mv.answer_key(solution)
+                key = answer_key(solution)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-            if mv.plain_number(key) is None and not mv.words(key) and not re.fullmatch(r"\(?[A-J]\)?", key):
+            if plain_number(key) is None and not words(key) and not LETTER.fullmatch(key):
                 doubtful.setdefault(solution, where)
         problems.append(Problem(str(name), prompt, tuple(solutions)))
-    requests = [{"problem": {"solutions": [s]}, "response": None} for s in doubtful]
-    replies = judge_all(requests, min(4, os.cpu_count() or 1), deadline_s=10.0) if requests else []
-    bad = [f"{where}: {reply.get('error', 'parsing the answer key takes over 10 s')}"
-           for where, reply in zip(doubtful.values(), replies, strict=True) if reply.get("verdict") != Verdict.RIGHT]
+    faults = _examine([(key, None) for key in doubtful], min(4, os.cpu_count() or 1), 10.0) if doubtful else []
+    bad = [f"{where}: {fault}" for where, fault in zip(doubtful.values(), faults, strict=True) if fault]
     if bad:
         raise ValueError("; ".join(bad[:5]) + (f"; and {len(bad) - 5} keys more" if len(bad) > 5 else ""))
     return problems
@@ -145,316 +135,339 @@ def _text(row: dict, field: str, where: str) -> str:
     return row[field]
 
 
+def encode_problems(problems: list[Problem], tokenizer, max_prompt_tokens: int, chat: bool) -> list[Problem]:
+    """Fill in `prompt_ids`; drop prompts longer than `max_prompt_tokens`. With `chat` the prompt is a user message
+    rendered by the tokenizer's template, otherwise it is taken verbatim (as the published data wants it)."""
+    if not problems:
+        return []
+    texts = [problem.prompt for problem in problems]
+    if chat:
+        texts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": t}], tokenize=False, add_generation_prompt=True)
+            for t in texts
+        ]
+    ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
+    return [
+        replace(problem, prompt_ids=tuple(row))
+        for problem, row in zip(problems, ids, strict=True)
+        if 0 < len(row) <= max_prompt_tokens
+    ]
+
+
+def hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
+    """(train, test): about `count` problems, at most a tenth, set apart by a hash of the prompt, so that equal prompts
+    fall on one side and the split does not depend on the order of the file."""
+
+    def mark(problem: Problem) -> bytes:
+        return hashlib.sha256(problem.prompt.encode()).digest()
+
+    marks = sorted({mark(problem) for problem in problems})
+    chosen = set(marks[: min(count, len(marks) // 10)])
+    return [p for p in problems if mark(p) not in chosen], [p for p in problems if mark(p) in chosen]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a response to one line of LaTeX. No parser and linear time, so this part may run in an event loop.
+
+BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
+
+
+def extract_answer(response: str) -> str | None:
+    r"""Content of the last complete `\boxed{}` (or `\fbox{}`) after the last `</think>`, stripped; None without one."""
+    end = len(response)
+    # From the last box backwards, each up to the start of the next: that one never closed, so a box still open there
+    # holds it and does not close either. No stretch is scanned twice, however many boxes a response opens.
+    for box in reversed(list(BOX.finditer(response, response.rfind("</think>") + 1))):
+        depth = 1
+        for brace in BRACE.finditer(response, box.end(), end):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                return response[box.end() : brace.start()].strip()
+        end = box.start()
+
+
+# Typography that neither the parser nor the comparisons look through, in this order; @ ends a command. What joins items
+# becomes ";", so that "3, 500" stays a list where "3,500" may be a number.
+REWRITES = [(re.compile(pattern.replace("@", "(?![A-Za-z])")), replacement) for pattern, replacement in (
+    (r"\\(?:left|right|displaystyle)@\.?", ""), (r"\{ ?, ?\}", ","), (r"\\langle@", "("), (r"\\rangle@", ")"),
+    (r"\\(?:text(?:bf|it|rm)|math(?:rm|bf|it)|operatorname|underline|color\{\w+\})\s*\{", r"\\text{"),
+    (r"(?:(?<!\\)\\(?:[,;: ]|q?quad@)|~|\s)+", " "), (r"(?<!\\)\\[!()\[\]]|\\?\$|[\"“”]|\*\*(?!\w)|(?<!\w)\*\*", ""),
+    (r"\\?%|\\text\{ ?percent ?\}|\bpercent\b", "%"), (r"\^ ?\{? ?\\circ ?\}?|\\text\{ ?degrees?\}", r"^\\circ "),
+    (r"\\text\{ ?([ei]) ?\}", r"\1"), (r"<=", r"\\le "), (r">=", r"\\ge "), (r"\*\*", "^"),
+    (r"\\varnothing@|\\\{ ?\\\}", r"\\emptyset "), (r"\\[dtc]frac@", r"\\frac"),
+    (r"\\frac ?(\\[A-Za-z]+|[^\s{\\]) ?", r"\\frac{\1}"), (r"(\\frac\{\d+\}) ?(\d)", r"\1{\2}"),
+    (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"), (r"([_^]) ?(\d+|[A-Za-z])", r"\1{\2}"),
+    (r"(?<![\w.])(\d+(?:\.\d*)?)[eE]([+-]?\d+)(?![\w.])", r"\1\\cdot 10^{\2}"),
+    (r",? ?(?:\\text\{ ?(?:and|or) ?\}|(?<![A-Za-z{])(?<!\{ )(?:and|or)(?![A-Za-z}])) ?|[,;] +", ";"),
+    (r"(?<![A-Za-z0-9]) +| +(?![A-Za-z0-9])", ""),
+)]  # fmt: skip
+OUTER = re.compile(r"\\text\{([^{}A-Za-z]*\d[^{}A-Za-z]*|\(?[A-Za-z]\)?[.:]?)\}|\{([^{}]*)\}")
+SYMBOLS = str.maketrans({
+    "−": "-", "×": r"\cdot ", "·": r"\cdot ", "÷": "/", "⁄": "/", "√": r"\sqrt ", "∞": r"\infty ", "°": r"^\circ ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "±": r"\pm ", "∪": r"\cup ",
+    "π": r"\pi ", "θ": r"\theta ", "\u200b": ""})  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)  # a key is met once for every answer of its group
+def canonical(answer: str) -> str:
+    r"""One spelling for answers that differ in typography only. Takes about 0.1 ms; a plain integer takes none.
+
+    >>> canonical(r"\dfrac34 "), canonical("x²"), canonical(r"\text{42}."), canonical("3, 5 and 7")
+    ('\\frac{3}{4}', 'x^{2}', '42', '3;5;7')
+    """
+    text = answer.strip()
+    if (text.isascii() and text.isdigit()) or len(text) > LONGEST_ANSWER:
+        return text
+    if not text.isascii():
+        plain = functools.partial(unicodedata.normalize, "NFKC")
+        text = re.sub("√ ?([0-9.]+)", r"\\sqrt{\1}", text)
+        text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda m: f"^{{{plain(m[0])}}}", text)
+        text = re.sub("[₀-₉]+", lambda m: f"_{{{plain(m[0])}}}", text)
+        text = plain(re.sub("[¼-¾⅐-⅞]", lambda m: " " + m[0], text).translate(SYMBOLS)).translate(SYMBOLS)
+        text = "".join(str(unicodedata.decimal(c, c)) for c in text)  # digits of other scripts
+    for pattern, replacement in REWRITES:
+        text = pattern.sub(replacement, text)
+    for _ in range(3):  # \text{{42}.}
+        text = text.strip(" ").rstrip(".,;:").removeprefix("=")
+        if match := OUTER.fullmatch(text):
+            text = match[1] or match[2] or ""
+    return text
+
+
+@functools.lru_cache(maxsize=8192)
+def answer_key(solution: str) -> str:
+    """Canonical text of a key given bare, in a box or as a full solution; ValueError where there is none."""
+    answer = extract_answer(solution) if BOX.search(solution) else solution
+    if not answer or not canonical(answer):
+        raise ValueError(f"answer key {solution[:60]!r} is empty or its box never closes")
+    return canonical(answer)
+
+
+DECIMAL = re.compile(r"((?:\d{1,3}(?:[ ,]\d{3})+|\d+|(?=\.\d))(?:\.\d*)?)")
+FRACTION = re.compile(r"(?:(\d+)(?: (?=\d+/)|(?=\\)))?(?:\\frac\{([+-]?\d+)\}\{([+-]?0*[1-9]\d*)\}|(\d+)/(0*[1-9]\d*))")
+
+
+def plain_number(text: str) -> Fraction | None:
+    """Value of a canonical integer, decimal, fraction or mixed number; None for all else."""
+    digits = text[1:] if text[:1] in ("+", "-") else text
+    if len(text) > LONGEST_ANSWER or not digits:
+        return None
+    if match := DECIMAL.fullmatch(digits):
+        value = Fraction("0" + re.sub("[ ,]", "", match[1]).rstrip("."))
+    elif match := FRACTION.fullmatch(digits):
+        whole, value = match[1], Fraction(int(match[2] or match[4]), int(match[3] or match[5]))
+        if whole:  # only a proper fraction makes a mixed number, anything else is a product
+            value = int(whole) + value if 0 < value < 1 else int(whole) * value
+    else:
+        return None
+    return -value if text[0] == "-" else value
+
+
+def words(text: str) -> str:
+    r"""The lower-case words of an answer in words (letters in `\text{}`, or letters that spell something), or ""."""
+    spelled = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split()).casefold().rstrip(".")
+    if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ ,;'.-])*", spelled):
+        return ""
+    word = re.search(r"[^\x00-\x7f]|(?=[a-z]*[aeiou])[a-z]{3,}", spelled)
+    return spelled if word or (text.startswith(r"\text{") and len(spelled) > 1) else ""
+
+
+CHOICE = re.compile(r"(?i:option|choice)? ?(?:\(([A-Ja-j])\)|([A-Ja-j])(?:$|[.:)]))(?![,;])(?!.*\([A-Ja-j]\)).*")
+LETTER = re.compile(r"\(?([A-J])\)?")  # as an answer key
+
+
 def quick_verdict(response: str, solutions: tuple[str, ...]) -> Verdict | None:
     """The verdict where no parser is needed (no box, same text, numbers, choice letters), else None; in linear time."""
     answer = extract_answer(response)
-    text = mv.canonical(answer) if answer else ""
+    text = canonical(answer) if answer else ""
     if not text:
         return Verdict.NO_ANSWER
-    keys = [mv.answer_key(solution) for solution in solutions]
-    if text in keys:
+    keys = [answer_key(solution) for solution in solutions]
+    if text.replace(";", ",") in [key.replace(";", ",") for key in keys]:
         return Verdict.RIGHT
-    number, letter, decided = mv.plain_number(text), mv.choice_letter(text), True
+    number, decided = plain_number(text), True
     for key in keys:
-        if number is not None and (value := mv.plain_number(key)) is not None:
-            right, known = mv.same_number(value, key, number, text), "," not in text + key  # 1,234 may be a list
+        if number is not None and (value := plain_number(key)) is not None:
+            right, known = number == value, "," not in text + key  # 1,234 may be a list
         elif text.isdigit() and key.isdigit():  # too long for arithmetic
             right, known = text.lstrip("0") == key.lstrip("0"), True
         else:
-            known = letter is not None and re.fullmatch(r"\(?[A-J]\)?", key) is not None
-            right = known and letter == key.strip("()")
+            letter, choice = LETTER.fullmatch(key), CHOICE.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", text))
+            known = letter is not None and choice is not None
+            right = known and (choice[1] or choice[2]).upper() == letter[1]
         if right:
             return Verdict.RIGHT
         decided &= known
     return Verdict.WRONG if decided else None
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The full judgement. From here on a call may take for ever and all memory, so it runs in a process that can be killed.
+
+
+BASE = re.compile(r"\(?(\d[0-9A-Z]*)\)?_\{(\d\d?)\}")
+UNIT = re.compile(r"""([^A-Za-z]*|[^A-Za-z]*\\(?:frac|sqrt|pi)\b.*)(?<=[\d})i])(?:(%|\^\\circ|[^\x00-\x7f]+)
+    |\ ?\\text\{(?!.*\b(?:or|and|than|not)\b)([^{}]+)\}|\ ([A-Za-z]{2,}))((?:\^\{\d\})?)\ ?""", re.VERBOSE)  # fmt: skip
+SCALES = {"%": "/100", r"^\circ": r"\cdot \frac{\pi}{180}"}
+
+
+class Reading(NamedTuple):
+    """What an answer was understood to say."""
+
+    text: str  # canonical
+    value: object = None  # sympy; None for words
+    unit: str = ""
+
+
+def parse(text: str) -> Reading:
+    """The reading of canonical text; ValueError where it has none."""
+    if not text or len(text) > LONGEST_ANSWER:
+        raise ValueError("empty or too long")
+    if spelled := words(text):
+        return Reading(";".join(sorted(re.split(" ?[;,] ?", spelled))))
+    text, unit = re.sub(r"(?<!\d);|;(?!\d{3}(?!\d))", ",", text), ""
+    if match := UNIT.fullmatch(text):
+        text = match[1]
+        unit = re.sub("[ .]", "", match[2] or match[3] or match[4]).casefold().removesuffix("s") + match[5]
+    if match := BASE.fullmatch(text):
+        text = str(int(match[1], int(match[2])))
+    if len(parts := text.split(":")) > 2:  # a ratio, known by the quotients with its last part
+        text = ",".join(rf"\frac{{{part}}}{{{parts[-1]}}}" for part in parts[:-1]).join("()")
+    if (number := plain_number(text)) is not None:
+        text = f"{number.numerator}/{number.denominator}" if number.denominator > 1 else str(number)
+    return Reading(text, _sympy(text), unit)
+
+
+def _sympy(latex: str):
+    """The value of an expression, list, set, relation or the like, not evaluated; ValueError."""
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy  # math-verify's
+
+    if re.search(r"\\text|\d \d", latex):
+        raise ValueError("words within mathematics, or two numbers side by side")
+    # The parser makes decimals binary, degrees numbers, and a mixed number of an integer next to any fraction.
+    latex = re.sub(r"(\d+(?:\.\d+)?)\^\\circ ?", r"(\1\\cdot \\frac{\\pi}{180})", latex)
+    latex = re.sub(r"(?<![\d.])(\d*)\.(\d+)", lambda m: rf"(\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}})", latex)
+    latex = re.sub(r"(?<![\d.^_\\A-Za-z])(\d+)(\\frac\{(\d+)\}\{(\d+)\})",
+                   lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], latex)  # fmt: skip
+    latex = re.sub(r"(?<=[\d)]) ?(?=\(|\\frac)", r"\\cdot ", latex)
+    spelling = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
+    reading = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
+    try:
+        value = latex2sympy(latex, is_real=True, normalization_config=spelling, conversion_config=reading)
+    except Exception as error:  # the parser raises bare Exception, and whatever its conversions stumble over
+        raise ValueError(f"{type(error).__name__} at {latex[:60]!r}") from None
+    units = {s: sympy.I for s in getattr(value, "free_symbols", ()) if s.name == "i"}
+    return value.subs(units) if units else value
+
+
+def equal(key: Reading, answer: Reading) -> bool:
+    """Whether the answer says what the key says. Not symmetric: decoration is forgiven in the answer."""
+    import sympy
+    from math_verify import verify
+
+    if key.value is None or answer.value is None:  # \text{no} and no, which reads as a product
+        return key.text.casefold() == answer.text.casefold()
+    for x, y in ((key, answer), (answer, key)):
+        if x.unit in SCALES and not y.unit and equal(Reading("", _sympy(f"({x.text}){SCALES[x.unit]}")), y):
+            return True
+        if x.text.startswith(r"\{") and x.text.endswith(r"\}") and re.fullmatch(r"[(\[].*[)\]]", y.text):
+            return False
+    short, long = sorted((key.unit, answer.unit), key=len)
+    if short and not re.fullmatch("[^^]*".join(map(re.escape, short)) + "[^^]*", long):  # cm abbreviates centimeters
+        return False
+    if isinstance(answer.value, sympy.Expr) and isinstance(getattr(key.value, "lhs", None), sympy.Add):
+        return False  # 5 for a+b=5, where verify takes any sum for a name
+    if isinstance(answer.value, sympy.Expr) and isinstance(key.value, sympy.Expr):
+        if (same := key.value.equals(answer.value)) is not None:  # exact, where verify rounds
+            return bool(same)
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing limits its time: the pool does
+    return verify(key.value, answer.value, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_key(solution: str) -> Reading:
+    """The reading of an answer key; ValueError where it has none."""
+    try:
+        return parse(answer_key(solution))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"answer key {solution[:60]!r} cannot be parsed ({error})") from None
+
+
 def math_verdict(response: str, solutions: tuple[str, ...]) -> Verdict:
-    """The full judgement. May take for ever and all memory: call it in a process that can be killed. Raises ValueError
-    for an answer key without a reading."""
+    """The full judgement. May take for ever and all memory. Raises ValueError for an answer key without a reading."""
     if (quick := quick_verdict(response, solutions)) is not None:
         return quick
     otherwise = Verdict.WRONG
-    for key in [mv.parse_key(solution) for solution in solutions]:
+    for key in [parse_key(solution) for solution in solutions]:
         try:
-            if mv.equal(key, mv.parse(mv.canonical(extract_answer(response)))):
+            if equal(key, parse(canonical(extract_answer(response)))):
                 return Verdict.RIGHT
         except Exception:  # model text provokes anything in sympy; a broken verifier is found when the pool starts
             otherwise = Verdict.UNPARSED
     return otherwise
 
 
-def judge_math(problem: dict, response: str | None) -> str:
-    """What a worker runs unless told otherwise. Without a response it only checks that every key can be parsed."""
-    if response is None:
-        return Verdict.RIGHT if all(map(mv.parse_key, problem["solutions"])) else Verdict.UNPARSED
-    return math_verdict(response, tuple(problem["solutions"]))
+# -- The pool, and the command -----------------------------------------------------------------------------------------
+
+
+def before_fork() -> None:
+    """In the pool's child: fill the parser's caches. A verifier that cannot do this would call all answers unparsed."""
+    os.environ |= {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}  # where these raise, GMP ends the process
+    if math_verdict(r"\boxed{x>2, x^2+2x+1}", ("(x+1)^2, x>2",)) != Verdict.RIGHT:
+        raise RuntimeError("the verifier does not know that x^2+2x+1 is (x+1)^2")
+
+
+def judge(request: dict) -> str:
+    """What a worker runs. Without a response it tells what is wrong with the answer keys, "" for nothing."""
+    if request["response"] is not None:
+        return math_verdict(request["response"], tuple(request["solutions"]))
+    try:
+        return "" if all(map(parse_key, request["solutions"])) else "no key"
+    except ValueError as error:
+        return str(error)
 
 
 class Scorer:
-    """Verdicts from a pool of `workers` processes, each killed when one answer takes it longer than `deadline_s`.
+    """Verdicts from a pool of `workers` processes, each killed when one answer takes it longer than `deadline_s`. Make
+    it on the main thread and before the process group exists; close() it at the end."""
 
-    `function="file.py:name"` replaces the built-in judgement: name(problem as a dict, response) -> a Verdict's value.
-    Make it on the main thread and before the process group exists; close() it at the end.
-    """
-
-    def __init__(self, workers: int, deadline_s: float, function: str | None = None):
-        if threading.current_thread() is not threading.main_thread():
-            # The child is told to die with its parent, and Linux takes the thread that started it for that.
-            raise RuntimeError("a Scorer must be made on the main thread: its processes die with the thread")
-        self._broken: str | None = None
-        self._function = function
-        self._silence_s = 2 * deadline_s + GRACE_S
-        self._pending: dict[int, tuple[asyncio.Future, str]] = {}  # touched by the event loop only
-        self._numbers = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._last_news = time.monotonic()
-        command, pipe = _serve_command(workers, deadline_s, function), subprocess.PIPE
-        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=_environment())
-        hello = {"error": f"it was not ready within {START_S:.0f} s"}
-        if connection.wait([self._child.stdout], START_S):
-            hello = json.loads(self._child.stdout.readline() or '{"error": "it ended at once"}')
-        if "error" in hello:
-            self.close()
-            raise ScorerError(f"the scoring process did not start: {hello['error']}")
-        # Threads, because a pipe read or written by the event loop would stall it or need a buffer of its own.
-        threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._write, daemon=True).start()
+    def __init__(self, workers: int, deadline_s: float):
+        self._pool = Pool(JUDGE, workers, deadline_s)
 
     async def score(self, problem: Problem, response: str) -> Verdict:
-        """The verdict on one response. Raises ScorerError, now and ever after, when the scorer is broken or closed."""
-        answered = len(response) - max(0, response.rfind("</think>"))  # characters that may hold the answer
-        if self._broken is None and self._function is None and answered <= LONGEST_INLINE:
+        """The verdict on one response. ScorerError when the pool is broken, or for a key that cannot be parsed."""
+        if len(response) - max(0, response.rfind("</think>")) <= LONGEST_INLINE:  # characters that may hold the answer
             try:
                 if (verdict := quick_verdict(response, problem.solutions)) is not None:
                     return verdict
-            except ValueError as error:  # a key that load_problems would have refused
-                self._break(f"problem {problem.id!r}: {error}")
-        self._loop = asyncio.get_running_loop()
-        number, future = next(self._numbers), self._loop.create_future()
-        self._pending[number] = (future, problem.id)
-        request = {"id": number, "problem": asdict(problem), "response": response}
-        self._outbox.put(json.dumps(request).encode() + b"\n")
-        if self._broken is not None:
-            self._fail_pending()
-        try:
-            while not future.done():
-                await asyncio.wait({future}, timeout=self._silence_s)
-                if not future.done() and time.monotonic() - self._last_news > self._silence_s:
-                    self._break(f"no verdict from the scoring process for {self._silence_s:.0f} s")
-            return future.result()
-        finally:
-            self._pending.pop(number, None)
+            except ValueError as error:
+                raise ScorerError(f"problem {problem.id!r}: {error}") from None
+        reply = await self._pool.call({"solutions": problem.solutions, "response": response})
+        return Verdict.TIMEOUT if "timeout" in reply else Verdict(reply["value"])
 
     def close(self) -> None:
-        """End the child and its workers. May be called any number of times."""
-        self._break("it was closed")
-        self._outbox.put(None)
-        self._child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=5)
-        self._child.kill()  # where it has not ended yet; its workers die with it
-        self._child.wait()
-        with contextlib.suppress(OSError):  # a request may be left in the buffer
-            self._child.stdin.close()
-
-    def _break(self, cause: str) -> None:
-        self._broken = self._broken or cause
-        if self._loop is not None and self._pending:
-            with contextlib.suppress(RuntimeError):  # as in _read
-                self._loop.call_soon_threadsafe(self._fail_pending)
-
-    def _fail_pending(self) -> None:
-        for future, _ in self._pending.values():
-            if not future.done():
-                future.set_exception(ScorerError(f"the scorer is broken: {self._broken}"))
-
-    def _settle(self, message: dict) -> None:
-        self._last_news = time.monotonic()
-        future, name = self._pending.get(message["id"], (None, ""))
-        if "error" in message:
-            self._break(f"problem {name!r}: {message['error']}")
-        elif future is not None and not future.done():  # else whoever asked was cancelled
-            future.set_result(Verdict(message["verdict"]))
-
-    def _read(self) -> None:
-        for line in self._child.stdout:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                return self._break(f"the scoring process said {line[:80]!r}")
-            with contextlib.suppress(RuntimeError):  # a closed loop: nobody waits any more
-                self._loop.call_soon_threadsafe(self._settle, message)
-        self._child.stdout.close()
-        self._break(f"the scoring process ended with status {self._child.wait()}")
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the child is gone or closed; the reader says why
-            while (line := self._outbox.get()) is not None:
-                self._child.stdin.write(line)
-                self._child.stdin.flush()
+        self._pool.close()
 
 
-def judge_all(requests: list[dict], workers: int, deadline_s: float) -> list[dict]:
-    """Judge a batch without an event loop: dicts of problem and response in, dicts of verdict or error out."""
-    lines = "".join(json.dumps({**request, "id": n}) + "\n" for n, request in enumerate(requests))
-    command, pipe = _serve_command(workers, deadline_s, None), subprocess.PIPE
-    run = subprocess.run(command, input=lines.encode(), stdout=pipe, env=_environment())
-    hello, *messages = map(json.loads, run.stdout.splitlines() or [b"{}"])
-    replies = {message["id"]: message for message in messages}
-    if len(replies) < len(requests):
-        raise ScorerError(f"the scoring process ended with status {run.returncode} {hello.get('error', '')}")
-    return [replies[n] for n in range(len(requests))]
+def _examine(rows: list[tuple[str, str | None]], workers: int, deadline_s: float) -> list[str]:
+    """For each (key, response) what is wrong with the key, else the verdict; "" for a good key without a response."""
+    pool = Pool(JUDGE, workers, deadline_s)
 
+    async def one(key: str, response: str | None) -> str:
+        reply = await pool.call({"solutions": [key], "response": None})
+        if response is not None and reply.get("value") == "":
+            reply = await pool.call({"solutions": [key], "response": response})
+        return reply.get("value", Verdict.TIMEOUT)
 
-def _serve_command(workers: int, deadline_s: float, function: str | None) -> list[str]:
-    if workers < 1 or not deadline_s > 0:
-        raise ValueError(f"a scorer needs a worker and a positive deadline, not {workers} and {deadline_s} s")
-    options = {"--workers": workers, "--deadline": deadline_s, "--parent": os.getpid(), "--function": function or ""}
-    return [sys.executable, os.path.abspath(__file__), "serve", *(str(x) for pair in options.items() for x in pair)]
-
-
-def _environment() -> dict[str, str]:
-    """Ours without what a launcher tells its ranks, and with Python's integers: where they raise, GMP aborts."""
-    launcher = re.compile(r"RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC|GROUP|ROLE)_.*")
-    kept = {name: value for name, value in os.environ.items() if not launcher.fullmatch(name)}
-    return kept | {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}
-
-
-@dataclass
-class _Worker:
-    pid: int
-    pipe: connection.Connection
-    request: bytes | None = None
-    id: int = -1
-    deadline: float = float("inf")
-
-
-def serve(workers: int, deadline_s: float, parent: int, function: str | None) -> None:
-    """The child of a Scorer: answer requests on stdin until it ends and all are answered, or until SIGTERM."""
-    die_with_parent(parent)
-    os.setpgid(0, 0)  # Ctrl-C is for the job, which then closes or leaves its scorer
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    requests, replies = os.dup(0), os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # a stray print goes to stderr and not into the protocol
-
-    def reply(**message) -> None:
-        os.write(replies, json.dumps(message).encode() + b"\n")
+    async def every() -> list[str]:
+        return await asyncio.gather(*(one(*row) for row in rows))
 
     try:
-        judge = _load_function(function) if function else judge_math
-        # Fills the parser's caches before the fork. A verifier that cannot do this would call every answer unparsed.
-        answer, key = r"\boxed{\sec^2(y), 2x>4, x^2+2x+1, \sqrt{8}}", r"(x+1)^2, \tan^2(y)+1, x>2, 2\sqrt2"
-        if not function and math_verdict(answer, (key,)) != Verdict.RIGHT:
-            raise RuntimeError(f"the verifier does not find {answer} equal to {key}")
-        pool = [_fork(judge, requests, replies) for _ in range(workers)]
-    except Exception as error:  # whatever a user's file raises when imported
-        return reply(error=f"{type(error).__name__}: {error}")
-    reply(ready=True)
-    try:
-        _serve_requests(pool, deadline_s, requests, reply, lambda: _fork(judge, requests, replies))
+        return asyncio.run(every())
     finally:
-        for worker in pool:
-            _kill(worker)
-
-
-def _serve_requests(pool: list[_Worker], deadline_s: float, requests: int, reply: Callable, fork: Callable) -> None:
-    waiting: collections.deque[tuple[int, bytes]] = collections.deque()
-    deaths: collections.Counter[int] = collections.Counter()  # by request
-    unread, more = bytearray(), True
-    while more or waiting or any(worker.request for worker in pool):
-        for worker in pool:
-            if waiting and worker.request is None:
-                worker.id, worker.request = waiting.popleft()
-                worker.deadline = time.monotonic() + deadline_s
-                with contextlib.suppress(OSError):  # it died while idle: seen as the end of its pipe below
-                    worker.pipe.send_bytes(worker.request)
-        next_deadline = min(worker.deadline for worker in pool)
-        patience = max(0.0, next_deadline - time.monotonic()) if next_deadline < float("inf") else None
-        ready = connection.wait([worker.pipe for worker in pool] + [requests] * more, patience)
-        if requests in ready:
-            chunk = os.read(requests, 1 << 20)
-            more = bool(chunk)
-            unread += chunk
-            if b"\n" in chunk:
-                *lines, unread = unread.split(b"\n")
-                waiting.extend((json.loads(line)["id"], bytes(line)) for line in lines)
-        for index, worker in enumerate(pool):
-            if worker.pipe in ready:
-                try:
-                    message = worker.pipe.recv_bytes()
-                except (EOFError, OSError):
-                    status, pool[index] = _kill(worker), fork()
-                    deaths[worker.id] += 1
-                    if worker.request is not None and deaths[worker.id] == 1:
-                        waiting.appendleft((worker.id, worker.request))
-                    elif worker.request is not None:
-                        reply(id=worker.id, error=f"two workers died judging it, one with status {status}")
-                else:
-                    reply(id=worker.id, **json.loads(message))
-                    worker.request, worker.deadline = None, float("inf")
-            elif time.monotonic() > worker.deadline:
-                _kill(worker)
-                pool[index] = fork()
-                reply(id=worker.id, verdict=Verdict.TIMEOUT)
-
-
-def _fork(judge: Callable, *inherited: int) -> _Worker:
-    """A new worker, ready. Forking is safe here and only here: one thread, and nothing open but pipes."""
-    ours, theirs = connection.Pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        os.setpgid(pid, pid)  # what a reward function starts is killed with its worker
-        theirs.close()
-        if forbidden := json.loads(ours.recv_bytes()):
-            raise ImportError(f"workers must not import {' or '.join(forbidden)}")
-        return _Worker(pid, ours)
-    try:
-        die_with_parent(parent)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for descriptor in inherited:
-            os.close(descriptor)
-        if judge is judge_math:
-            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-            resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY if hard < 0 else min(hard, MATH_MEMORY), hard))
-        theirs.send_bytes(json.dumps([name for name in ("torch", "transformers") if name in sys.modules]).encode())
-        while True:
-            request = json.loads(theirs.recv_bytes())
-            try:
-                answer = {"verdict": Verdict(judge(request["problem"], request["response"]))}
-            except Exception as error:  # of a reward function: reported, and the run stops there
-                answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
-            theirs.send_bytes(json.dumps(answer).encode())
-    finally:
-        os._exit(1)  # never back into the child's own loop
-
-
-def _kill(worker: _Worker) -> int:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker.pid, signal.SIGKILL)
-    worker.pipe.close()
-    return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends (the thread that started it, to be exact)."""
-    if sys.platform == "linux":  # elsewhere the end of the pipe has to do
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
-    if parent not in (None, os.getppid()):  # it died before the call
-        os._exit(1)
-
-
-def _load_function(spec: str) -> Callable[[dict, str], str]:
-    path, _, name = spec.rpartition(":")
-    found = importlib.util.spec_from_file_location("reward_function", path)
-    if found is None:
-        raise ValueError(f"{spec!r} does not name a function as file.py:function")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return getattr(module, name)
+        pool.close()
 
 
 def check(path: str, workers: int, deadline_s: float) -> int:
@@ -464,11 +477,10 @@ def check(path: str, workers: int, deadline_s: float) -> int:
         _text(row, "id", f"{path}:{number}"), _text(row, "gold", f"{path}:{number}")
         if not isinstance(row.get("response"), str) or not isinstance(row.get("expected"), bool):
             raise ValueError(f"{path}:{number}: 'response' must be text and 'expected' true or false")
-    requests = [{"problem": {"solutions": [row["gold"]]}, "response": row["response"]} for _, row in rows]
     wrong = 0
-    for (number, row), reply in zip(rows, judge_all(requests, workers, deadline_s), strict=True):
-        verdict = reply.get("verdict", reply.get("error"))
-        if (verdict == Verdict.RIGHT) != row["expected"] or "error" in reply:
+    verdicts = _examine([(row["gold"], row["response"]) for _, row in rows], workers, deadline_s)
+    for (number, row), verdict in zip(rows, verdicts, strict=True):
+        if (verdict == Verdict.RIGHT) != row["expected"] or verdict not in set(Verdict):
             wrong += 1
             wanted, answer = "right" if row["expected"] else "not right", extract_answer(row["response"])
             print(f"{path}:{number}: {row['id']}: {verdict}, expected {wanted}: {answer!r} for {row['gold']!r}")
@@ -478,18 +490,11 @@ def check(path: str, workers: int, deadline_s: float) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Examine the verifier with your own data.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    examine = commands.add_parser("check", help="judge rows of id, response, gold, expected")
-    server = commands.add_parser("serve", help="internal: the child of a Scorer")
-    for command in (examine, server):
-        command.add_argument("--workers", type=int, default=2, help="processes")
-        command.add_argument("--deadline", type=float, default=5.0, help="seconds for one answer")
+    examine = parser.add_subparsers(required=True).add_parser("check", help="rows of id, response, gold, expected")
     examine.add_argument("file")
-    server.add_argument("--parent", type=int, default=os.getppid(), help="process to die with")
-    server.add_argument("--function", default="", help="file.py:function instead of the built-in judgement")
+    examine.add_argument("--workers", type=int, default=2, help="processes")
+    examine.add_argument("--deadline", type=float, default=5.0, help="seconds for one answer")
     args = parser.parse_args()
-    if args.command == "serve":
-        return serve(args.workers, args.deadline, args.parent, args.function)
     try:
         sys.exit(1 if check(args.file, args.workers, args.deadline) else 0)
     except (ValueError, OSError, ScorerError) as error:

@@ -20,7 +20,6 @@ when sampling for training (the returned log-probability would not be the policy
 
 import asyncio
 import dataclasses
-import hashlib
 import threading
 import time
 from collections import Counter
@@ -35,39 +34,7 @@ from packing import Trajectory, problem_of_ticket
 from reward import Problem, Scorer, Verdict
 from sync import Channel, admission_limit, check_manifest, manifest, receive_weights
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Problems as tokens
-
-
-def encode_problems(problems: list[Problem], tokenizer, max_prompt_tokens: int, chat: bool) -> list[Problem]:
-    """Fill in `prompt_ids`; drop prompts longer than `max_prompt_tokens`. With `chat` the prompt is a user message
-    rendered by the tokenizer's template, otherwise it is taken verbatim (as the published data wants it)."""
-    if not problems:
-        return []
-    texts = [problem.prompt for problem in problems]
-    if chat:
-        texts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": t}], tokenize=False, add_generation_prompt=True)
-            for t in texts
-        ]
-    ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
-    return [
-        dataclasses.replace(problem, prompt_ids=tuple(row))
-        for problem, row in zip(problems, ids, strict=True)
-        if 0 < len(row) <= max_prompt_tokens
-    ]
-
-
-def hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
-    """(train, test): about `count` problems, at most a tenth, set apart by a hash of the prompt, so that equal prompts
-    fall on one side and the split does not depend on the order of the file."""
-
-    def mark(problem: Problem) -> bytes:
-        return hashlib.sha256(problem.prompt.encode()).digest()
-
-    marks = sorted({mark(problem) for problem in problems})
-    chosen = set(marks[: min(count, len(marks) // 10)])
-    return [p for p in problems if mark(p) not in chosen], [p for p in problems if mark(p) in chosen]
+# -- Models and tokenizers ---------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(model: str):
@@ -95,8 +62,7 @@ def stop_ids(model: str, tokenizer) -> list[int]:
     return sorted(set(ids))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Engine: transformers' continuous batching
+# -- Engine: transformers' continuous batching -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -298,8 +264,7 @@ def _resolve(future: asyncio.Future, result) -> None:
         future.set_result(result)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Workflows
+# -- Workflows ---------------------------------------------------------------------------------------------------------
 
 Score = Callable[[Problem, str], Awaitable[float]]
 
@@ -348,8 +313,7 @@ async def sample_and_score(ticket: int, problem: Problem, answers: int, engine, 
     return group
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The loop of a generator rank
+# -- The loop of a generator rank --------------------------------------------------------------------------------------
 
 
 class Generator:

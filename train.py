@@ -37,8 +37,9 @@ import evaluate
 import ppo
 from evaluate import Records, Refused, pass_at_1
 from packing import Trajectory, pack, plan_step
-from reward import Scorer, die_with_parent
+from reward import Scorer
 from rollout import Generator, TransformersEngine, empty_model, load_tokenizer, stop_ids
+from sandbox import die_with_parent
 from sync import Channel, Dispatcher, StalenessError, StalenessQueue, die, manifest, send_weights
 
 

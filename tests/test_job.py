@@ -84,6 +84,7 @@ def test_three_ranks_leave_a_complete_run(job, tmp_path, warm_runs):
     assert not one.members()
 
 
+@pytest.mark.slow
 def test_a_second_run_gets_a_folder_of_its_own_and_the_same_warm_start(job, warm_runs):
     warm = sorted(warm_runs.glob("warm-*"))
     stamps = [path.stat().st_mtime_ns for path in warm]
@@ -254,6 +255,7 @@ def test_own_data_in_both_formats(job, warm_runs, tmp_path):
     assert derived["held out"] == 8 and derived["problems"] == 72
 
 
+@pytest.mark.slow
 def test_supervised_objective_trains_on_every_rank(job, warm_runs, tmp_path):
     one = job("--objective", "sft", "--sft_steps", 30, "--runs_dir", warm_runs, "--checkpoint_every", 10)
     assert one.wait() == 0, one.text()

@@ -15,8 +15,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import toy
-from reward import Problem
-from rollout import TransformersEngine, encode_problems, hold_out, single_turn, stop_ids
+from reward import Problem, encode_problems, hold_out
+from rollout import TransformersEngine, single_turn, stop_ids
 
 torch.set_num_threads(1)
 EOS = 60
