@@ -42,6 +42,7 @@ from tqdm import tqdm
 import toy
 from packing import Trajectory, batch_stats
 from reward import Problem, encode_problems, hold_out, load_demonstrations, load_problems
+from rollout import load_tokenizer
 
 
 def pass_at_1(shares: list[dict]) -> dict:
@@ -84,7 +85,7 @@ class Records:
         if root:
             self.metrics = folder / "metrics.jsonl"
             self._cut(self.metrics, lambda line: json.loads(line)["step"] < start)
-            self.trace = open(self._cut(folder / "trace.json", lambda line: line.strip() != "]"), "a")
+            self.trace = open(self._cut(folder / "trace.json", lambda line: line.rstrip().endswith((",", "["))), "a")
             if not self.trace.tell():
                 self.trace.write("[\n")
 
@@ -147,12 +148,13 @@ class Records:
             write_json(self.folder / "summary.json", {"steps": self.steps, "seconds": self.state()["seconds"]})
             self.say(f"model in {self.folder / 'model'}")
 
-    def open(self, cfg, derived: dict, trainers: int, world: int) -> None:
+    def open(self, cfg, me, sizes: dict) -> None:
         """config.yaml, the names of the tracks, and who is what on the terminal."""
         if self.root:
+            derived = derive(cfg, me, sizes)
             text = yaml.safe_dump({**dataclasses.asdict(cfg), "derived": derived}, sort_keys=False)
             (self.folder / "config.yaml").write_text(text)
-            self.name_tracks(trainers, world)
+            self.name_tracks(me.trainers, me.world)
             self.say("\n".join([f"run in {self.folder}", *(f"  {k:<20} {v}" for k, v in derived.items())]))
 
     def say(self, text: str) -> None:
@@ -160,8 +162,13 @@ class Records:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def begin(self, before: dict | None, start: int) -> None:
-        """Reinforcement begins: from here on the clock of `answers_per_second` runs."""
+    @staticmethod
+    def _spent(dispatcher) -> Counter:
+        return sum((Counter(seconds) for seconds in dispatcher.stats.values()), Counter())
+
+    def begin(self, before: dict | None, start: int, dispatcher) -> None:
+        """Reinforcement begins: from here on the clocks of steps and of `answers_per_second` run."""
+        self.generator_seconds = self._spent(dispatcher)
         self.kept["before"] = before
         if before:
             self.say(f"before: pass@1 {before['pass@1']:.3f} over {before['problems']} problems, "
@@ -176,7 +183,7 @@ class Records:
         now = time.time()
         elapsed, self.last = now - self.last, now
         batch = batch_stats(groups, step)
-        generators = sum((Counter(s) for s in dispatcher.stats.values()), Counter())
+        generators = self._spent(dispatcher)
         spent = {name: generators[name] - self.generator_seconds[name] for name in generators}
         self.generator_seconds = generators
         row = {
@@ -225,7 +232,10 @@ class Records:
         if self.kept["dull_steps"] == 3:
             self.say("warning: in more than 90 % of the groups of three steps running all answers have the same reward"
                      ": there is nothing to learn from them")  # fmt: skip
-        if row.get("logprob_gap", 0.0) > 0.1:
+        if row.get("skipped_updates"):
+            self.say(f"warning: {row['skipped_updates']} updates of step {row['step']} had no finite gradient and were "
+                     f"skipped")  # fmt: skip
+        if (row.get("logprob_gap") or 0.0) > 0.1:
             self.say(f"warning: generator and trainer disagree by {row['logprob_gap']:.3f} nats a token about tokens "
                      f"of the same version")  # fmt: skip
 
@@ -272,6 +282,23 @@ class Records:
 # -- The run's data ----------------------------------------------------------------------------------------------------
 
 
+def open_tokenizer(cfg):
+    try:
+        tokenizer = load_tokenizer(cfg.model)
+    except (OSError, ValueError) as error:
+        raise Refused(f"model={cfg.model}: {str(error).splitlines()[0]}") from error
+    if cfg.chat and not tokenizer.chat_template:
+        raise Refused(f"chat=true, but the tokenizer of {cfg.model} has no chat template")
+    return tokenizer
+
+
+def _encode(cfg, tokenizer, problems: list[Problem], longest: int) -> list[Problem]:
+    try:
+        return encode_problems(problems, tokenizer, longest, cfg.chat)
+    except Exception as error:  # what tokenizers raise for text they have no tokens for is a bare Exception
+        raise Refused(f"{cfg.data}: {cfg.model} cannot tokenise a prompt: {error}") from error
+
+
 def load_data(cfg, tokenizer) -> tuple[list[Problem], list[Problem], str, int]:
     """(training problems, held-out problems, fingerprint, prompts dropped as too long). Raises Refused."""
     try:
@@ -286,30 +313,33 @@ def load_data(cfg, tokenizer) -> tuple[list[Problem], list[Problem], str, int]:
                 problems, test = hold_out(problems, cfg.eval_problems)
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
-    kept = encode_problems(problems, tokenizer, cfg.max_prompt_tokens, cfg.chat)
-    test = encode_problems(test[: cfg.eval_problems], tokenizer, cfg.max_prompt_tokens, cfg.chat)
+    kept = _encode(cfg, tokenizer, problems, cfg.max_prompt_tokens)
+    test = _encode(cfg, tokenizer, test[: cfg.eval_problems], cfg.max_prompt_tokens)
     if not kept:
         raise Refused(f"{cfg.data}: all {len(problems)} prompts exceed max_prompt_tokens={cfg.max_prompt_tokens}")
-    content = json.dumps([[problem.prompt_ids, problem.solutions] for problem in kept]).encode()
+    content = json.dumps([[problem.prompt_ids, problem.solutions] for problem in kept + test]).encode()
     return kept, test, hashlib.sha256(content).hexdigest()[:16], len(problems) - len(kept)
 
 
-def demonstrations(cfg, tokenizer) -> list[Trajectory]:
-    """Supervised examples as trajectories: the answer and its end are what is trained."""
+def demonstrations(cfg, tokenizer) -> tuple[list[Trajectory], str, int]:
+    """(supervised examples, of which the answer and its end are trained; fingerprint; examples dropped as too long)."""
     try:
         rows = toy.demonstrations(16384, cfg.seed) if cfg.data == "toy" else load_demonstrations(cfg.data)
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
+    problems = [Problem(str(number), prompt, (answer,)) for number, (prompt, answer) in enumerate(rows)]
     examples = []
-    for index, (prompt, answer) in enumerate(rows):
-        example, ids = Trajectory(ticket=0, index=index), tokenizer(answer, add_special_tokens=False)["input_ids"]
-        example.append(tokenizer(prompt)["input_ids"])
-        example.append(ids + [tokenizer.eos_token_id], [0.0] * (len(ids) + 1), [0] * (len(ids) + 1))
+    for problem in _encode(cfg, tokenizer, problems, cfg.microbatch_tokens):
+        ids = tokenizer(problem.solutions[0], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        example = Trajectory(ticket=0, index=len(examples))
+        example.append(problem.prompt_ids)
+        example.append(ids, [0.0] * len(ids), [0] * len(ids))
         if len(example.tokens) <= cfg.microbatch_tokens:
             examples.append(example)
     if not examples:
         raise Refused(f"{cfg.data}: every example is longer than microbatch_tokens={cfg.microbatch_tokens}")
-    return examples
+    content = json.dumps([example.tokens.tolist() for example in examples]).encode()
+    return examples, hashlib.sha256(content).hexdigest()[:16], len(rows) - len(examples)
 
 
 # -- The run's folder and its checkpoints ------------------------------------------------------------------------------
@@ -337,7 +367,8 @@ def derive(cfg, me, sizes: dict) -> dict:
 
 def warm_folder(cfg) -> Path:
     """Where the toy's warm start is kept: named by everything that it depends on."""
-    names = ("sft_steps", "sft_tokens", "sft_lr", "seed", "beta1", "beta2", "adam_eps", "weight_decay", "grad_clip")
+    names = ("dtype", "sft_steps", "sft_tokens", "sft_lr", "seed", "beta1", "beta2", "adam_eps", "weight_decay",
+             "grad_clip")  # fmt: skip
     content = json.dumps([getattr(cfg, n) for n in names]) + Path(toy.__file__).read_text()
     return Path(cfg.runs_dir) / f"warm-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
 
@@ -356,7 +387,9 @@ def choose_folder(cfg, previous: str = "") -> tuple[str, str]:
             return "", f"--resume: there is no checkpoint under {folder}"
         return str(folder), checkpoints[-1] if checkpoints else ""
     if newest is not None and cfg.run_name:
-        return "", f"{newest} exists: add --resume to continue it, or choose another --run_name"
+        resumable = any((newest / "checkpoints").glob("step-*"))
+        advice = "add --resume to continue it" if resumable else "it has no checkpoint, so remove it"
+        return "", f"{newest} exists: {advice}, or choose another --run_name"
     names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
     folder = next(parent / name for name in names if not (parent / name).exists())
     folder.mkdir(parents=True)
@@ -368,14 +401,14 @@ def training_state(policy, optimizer) -> dict:
     return {"model": model, "optim": optim, "random": torch.get_rng_state()}
 
 
-def save_checkpoint(folder: Path, group, root: bool, policy, optimizer, version: int, cfg, state: dict) -> None:
+def save_checkpoint(me, policy, optimizer, version: int, cfg, state: dict) -> None:
     """Sharded weights and Adam state of all trainers, and `state` as JSON. Written beside, then renamed: a job killed
     while writing leaves the last good one. Groups in flight are not kept; they are generated again."""
-    parent = folder / "checkpoints"
+    parent, root = me.folder / "checkpoints", me.rank == 0
     new, final = parent / f".step-{version:06d}", parent / f"step-{version:06d}"
     if root:
         shutil.rmtree(new, ignore_errors=True)  # of an attempt that was killed here
-    dcp.save(training_state(policy, optimizer), checkpoint_id=new, process_group=group)
+    dcp.save(training_state(policy, optimizer), checkpoint_id=new, process_group=me.trainer_group)
     if root:
         content = {"version": version, "config": dataclasses.asdict(cfg), **state}
         (new / "state.json").write_text(json.dumps(content, indent=1))
@@ -398,15 +431,16 @@ def read_state(checkpoint: Path, cfg, fingerprint: str) -> dict:
     return state
 
 
-def load_checkpoint(checkpoint: Path, group, policy, optimizer) -> None:
+def load_checkpoint(me, policy, optimizer) -> None:
     state = training_state(policy, optimizer)
-    dcp.load(state, checkpoint_id=checkpoint, process_group=group)
+    dcp.load(state, checkpoint_id=me.checkpoint, process_group=me.trainer_group)
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     torch.set_rng_state(state["random"])
 
 
-def export(folder: Path, root: bool, policy, tokenizer) -> None:
-    """A Hugging Face folder. All trainers take part, `root` writes; written beside, then renamed."""
+def export(folder: Path, root: bool, policy, tokenizer, keep: bool = False) -> None:
+    """A Hugging Face folder. All trainers take part, `root` writes; written beside, then renamed. With `keep` a folder
+    that another job made meanwhile stays: that job may be reading it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = {k.removeprefix("lm."): v for k, v in get_model_state_dict(policy, options=options).items()}
     if root:
@@ -415,6 +449,7 @@ def export(folder: Path, root: bool, policy, tokenizer) -> None:
         tokenizer.save_pretrained(new)
         try:
             os.replace(new, folder)
-        except OSError:  # another job was faster with the same warm start, or an earlier attempt with the model
-            shutil.rmtree(folder)
-            os.replace(new, folder)
+        except OSError:  # it exists: another job was faster with the same warm start, or an earlier attempt
+            shutil.rmtree(new if keep else folder)
+            if not keep:
+                os.replace(new, folder)

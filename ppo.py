@@ -309,7 +309,7 @@ def _optimise(policy: nn.Module, optimizer, grad_clip: float) -> float:
 
 
 def ppo_step(policy: nn.Module, optimizer, minibatches: list[tuple[int, list[Packed], list[list[float]]]], cfg, *,
-             version: int, phase, rank: int, ranks: int, all_reduce: Callable[[Tensor], object], device) -> dict:
+             version: int, phase, ranks: int, all_reduce: Callable[[Tensor], object], device) -> dict:
     """One train step of this rank: log-probabilities, advantages, an optimiser step a mini-batch; returns metrics.
 
     minibatches: (denominator, packed micro-batches, rewards of their trajectories) each, see `plan_step`. `cfg` has
@@ -355,8 +355,9 @@ def ppo_step(policy: nn.Module, optimizer, minibatches: list[tuple[int, list[Pac
                 scale_loss(losses, denominator, ranks).backward()
                 sums.update({**stats, "entropy": entropy.sum(dtype=torch.float64),
                              "loss": losses.detach().sum(dtype=torch.float64)})
-            norms.append(_optimise(policy, optimizer, cfg.grad_clip))
-            skipped += not math.isfinite(norms[-1])
+            norm = _optimise(policy, optimizer, cfg.grad_clip)
+            norms += [norm] if math.isfinite(norm) else []
+            skipped += not math.isfinite(norm)
     names = ["tokens", "loss", "entropy", "ratio", "clipped", "approx_kl", "behaviour_kl", "behaviour_weight",
              "dropped", "gap", "fresh"]
     totals = torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=device) for name in names])
@@ -368,7 +369,7 @@ def ppo_step(policy: nn.Module, optimizer, minibatches: list[tuple[int, list[Pac
         "importance_weight": total["ratio"] / tokens, "clip_fraction": total["clipped"] / tokens,
         "kl_current_proximal": total["approx_kl"] / tokens, "kl_proximal_behaviour": total["behaviour_kl"] / tokens,
         "behaviour_weight": total["behaviour_weight"] / kept, "dropped_fraction": total["dropped"] / tokens,
-        "logprob_gap": total["gap"] / max(1.0, total["fresh"]),
+        "logprob_gap": total["gap"] / total["fresh"] if total["fresh"] else None,  # None: nothing to compare
         "grad_norm": sum(norms) / max(1, len(norms)), "skipped_updates": skipped,
     }
 

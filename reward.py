@@ -1,25 +1,26 @@
 r"""Problems, and an examiner's verdict on a response: right, wrong, or why it cannot be told.
 
-math-verify parses and sympy compares; the rules here close their known faults. Those that people dispute:
+math-verify parses and compares; the rules here close its known faults. Those that people dispute:
 - The answer is the content of the last complete `\boxed{}` after the last `</think>` (of the whole text without that
   tag). No box, an empty box and a box that never closes are no answer; a number in prose is not one either.
-- Numbers are exact: a decimal does not equal what it rounds. 1,234 is a number, or a list if the other side is one.
-  2\frac13 is a mixed number, 2\frac32 and 2\frac x3 are products. A numeral with a base is its value.
+- Numbers are exact: a decimal does not equal what it rounds. 1,234 is a number. A numeral with a base is its value.
+  2\frac13 is a mixed number, 2\frac32 and 2\frac x3 are products.
 - 5\% is 5/100 or, where the other side has no percent sign, plain 5. A unit may be left out but not be a wrong one.
-- Tuples and intervals are ordered and their brackets count; sets, unions, lists (comma, "and", "or", plus-minus) are
-  not ordered, and every item counts. A bare list may stand for a tuple, in its order, or for a set.
+- Tuples and intervals are ordered and their brackets count; sets, unions and lists (comma, "and", "or", plus-minus)
+  have no order, and every item counts. A bare list may stand for a tuple, in its order, or for a set.
 - `x=` in front of a value is decoration. Words are equal when spelled alike, capitals aside, and never when parsed
   alike. A choice letter may be decorated: (B), B., B. 42. Any one of several answer keys is enough.
 
-What has no reading is `unparsed`, counted apart from `wrong`. Nothing is evaluated as Python. Judging may never end
-(power towers), so `Scorer` leaves it to processes that can be killed (`sandbox.py`), except where equal text, numbers
-or letters settle it in linear time. Left out: prose, which needs a judge model, and closeness to a rounded value.
+What has no reading is `unparsed`, not `wrong`. Nothing is evaluated as Python. Judging may never end (power towers), so
+`Scorer` leaves it to processes that can be killed (`sandbox.py`), except where equal text, numbers or letters settle it
+in linear time. Left out: prose, which needs a judge model, and closeness to a rounded value.
 
     python reward.py check tests/data/math.jsonl    # examine the verifier: rows of id, response, gold, expected
 """
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -28,10 +29,10 @@ import os
 import re
 import sys
 import unicodedata
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
-from typing import NamedTuple
 
 from sandbox import Pool, PoolError
 
@@ -51,9 +52,6 @@ class Verdict(StrEnum):
     TIMEOUT = "timeout"
 
 
-# -- Problems ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Problem:
     """A prompt and its answer keys, any one of which is enough."""
@@ -66,40 +64,35 @@ class Problem:
 
 
 def load_problems(path: str) -> list[Problem]:
-    """Read JSON lines of `prompt` with `solutions` (list of text) or `answer` (text or number), and optionally of
-    `query_id` (default: the line number) and `task` (math, the default, or stem, judged alike). Raises
-    FileNotFoundError or a ValueError that names file, line and reason.
-
-    Keys that are numbers, words or choice letters are accepted at once; the others go through the parser in a pool of
-    up to four processes that is gone on return, a few milliseconds for each different one.
-    """
+    """Read JSON lines of `prompt` with `solutions` (list of text) or `answer` (text or number), and optionally
+    `query_id` (default: the line number) and `task` (math, the default, or stem, judged alike). FileNotFoundError, or a
+    ValueError that names file, line and reason. Keys that need the parser meet it in a pool that is gone on return."""
     problems: list[Problem] = []
     lines: dict[str, int] = {}  # id -> line
     doubtful: dict[str, str] = {}  # key that needs the parser -> where it was met first
     for number, row in _rows(path):
-        where = f"{path}:{number}"
+        where, name = f"{path}:{number}", row.get("query_id", number)
         if row.get("task", "math") not in ("math", "stem"):
             raise ValueError(f"{where}: task {row['task']!r} is not supported, only math and stem are")
         prompt, solutions, answer = _text(row, "prompt", where), row.get("solutions"), row.get("answer")
         if solutions is None and answer is not None:
-            is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer - answer == 0
-            solutions = [str(answer) if is_number else _text(row, "answer", where)]  # NaN is no number here
+            is_number = type(answer) in (int, float) and answer - answer == 0  # neither true nor NaN
+            solutions = [str(answer) if is_number else _text(row, "answer", where)]
         if not isinstance(solutions, list) or not solutions or not all(isinstance(s, str) for s in solutions):
             raise ValueError(f"{where}: no answer key: give 'solutions', a non-empty list of text, or 'answer'")
-        name = row.get("query_id", number)
-        if isinstance(name, bool) or not isinstance(name, str | int):
+        if type(name) not in (str, int):
             raise ValueError(f"{where}: 'query_id' must be text or an integer, not {type(name).__name__}")
         if lines.setdefault(str(name), number) != number:
             raise ValueError(f"{where}: query_id {name!r} was already used on line {lines[str(name)]}")
-        for solution in solutions:
-            try:
-                key = answer_key(solution)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+        try:
+            keys = {solution: answer_key(solution) for solution in solutions}
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        for solution, key in keys.items():
             if plain_number(key) is None and not words(key) and not LETTER.fullmatch(key):
                 doubtful.setdefault(solution, where)
         problems.append(Problem(str(name), prompt, tuple(solutions)))
-    faults = _examine([(key, None) for key in doubtful], min(4, os.cpu_count() or 1), 10.0) if doubtful else []
+    faults = asyncio.run(_examine([(key, None) for key in doubtful], 2, deadline_s=10.0)) if doubtful else []
     bad = [f"{where}: {fault}" for where, fault in zip(doubtful.values(), faults, strict=True) if fault]
     if bad:
         raise ValueError("; ".join(bad[:5]) + (f"; and {len(bad) - 5} keys more" if len(bad) > 5 else ""))
@@ -142,28 +135,18 @@ def encode_problems(problems: list[Problem], tokenizer, max_prompt_tokens: int, 
         return []
     texts = [problem.prompt for problem in problems]
     if chat:
-        texts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": t}], tokenize=False, add_generation_prompt=True)
-            for t in texts
-        ]
-    ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
-    return [
-        replace(problem, prompt_ids=tuple(row))
-        for problem, row in zip(problems, ids, strict=True)
-        if 0 < len(row) <= max_prompt_tokens
-    ]
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                               add_generation_prompt=True) for text in texts]  # fmt: skip
+    pairs = zip(problems, tokenizer(texts, add_special_tokens=not chat)["input_ids"], strict=True)
+    return [replace(p, prompt_ids=tuple(ids)) for p, ids in pairs if 0 < len(ids) <= max_prompt_tokens]
 
 
 def hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
     """(train, test): about `count` problems, at most a tenth, set apart by a hash of the prompt, so that equal prompts
     fall on one side and the split does not depend on the order of the file."""
-
-    def mark(problem: Problem) -> bytes:
-        return hashlib.sha256(problem.prompt.encode()).digest()
-
-    marks = sorted({mark(problem) for problem in problems})
-    chosen = set(marks[: min(count, len(marks) // 10)])
-    return [p for p in problems if mark(p) not in chosen], [p for p in problems if mark(p) in chosen]
+    marks = {problem.prompt: hashlib.sha256(problem.prompt.encode()).digest() for problem in problems}
+    chosen = set(sorted(marks.values())[: min(count, len(marks) // 10)])
+    return ([p for p in problems if marks[p.prompt] not in chosen], [p for p in problems if marks[p.prompt] in chosen])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,32 +173,25 @@ def extract_answer(response: str) -> str | None:
 # Typography that neither the parser nor the comparisons look through, in this order; @ ends a command. What joins items
 # becomes ";", so that "3, 500" stays a list where "3,500" may be a number.
 REWRITES = [(re.compile(pattern.replace("@", "(?![A-Za-z])")), replacement) for pattern, replacement in (
-    (r"\\(?:left|right|displaystyle)@\.?", ""), (r"\{ ?, ?\}", ","), (r"\\langle@", "("), (r"\\rangle@", ")"),
+    (r"\\(?:left|right|displaystyle)@\.?", ""), (r"\{ ?, ?\}", ","), (r"\\[dtc]frac@", r"\\frac"),
     (r"\\(?:text(?:bf|it|rm)|math(?:rm|bf|it)|operatorname|underline|color\{\w+\})\s*\{", r"\\text{"),
     (r"(?:(?<!\\)\\(?:[,;: ]|q?quad@)|~|\s)+", " "), (r"(?<!\\)\\[!()\[\]]|\\?\$|[\"“”]|\*\*(?!\w)|(?<!\w)\*\*", ""),
     (r"\\?%|\\text\{ ?percent ?\}|\bpercent\b", "%"), (r"\^ ?\{? ?\\circ ?\}?|\\text\{ ?degrees?\}", r"^\\circ "),
-    (r"\\text\{ ?([ei]) ?\}", r"\1"), (r"<=", r"\\le "), (r">=", r"\\ge "), (r"\*\*", "^"),
-    (r"\\varnothing@|\\\{ ?\\\}", r"\\emptyset "), (r"\\[dtc]frac@", r"\\frac"),
+    (r"\\text\{ ?([ei]) ?\}", r"\1"), (r"\*\*", "^"), (r"\\varnothing@|\\\{ ?\\\}", r"\\emptyset "),
     (r"\\frac ?(\\[A-Za-z]+|[^\s{\\]) ?", r"\\frac{\1}"), (r"(\\frac\{\d+\}) ?(\d)", r"\1{\2}"),
     (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"), (r"([_^]) ?(\d+|[A-Za-z])", r"\1{\2}"),
     (r"(?<![\w.])(\d+(?:\.\d*)?)[eE]([+-]?\d+)(?![\w.])", r"\1\\cdot 10^{\2}"),
     (r",? ?(?:\\text\{ ?(?:and|or) ?\}|(?<![A-Za-z{])(?<!\{ )(?:and|or)(?![A-Za-z}])) ?|[,;] +", ";"),
-    (r"(?<![A-Za-z0-9]) +| +(?![A-Za-z0-9])", ""),
-)]  # fmt: skip
+    (r"(?<![A-Za-z0-9]) +| +(?![A-Za-z0-9])", ""))]  # fmt: skip
 OUTER = re.compile(r"\\text\{([^{}A-Za-z]*\d[^{}A-Za-z]*|\(?[A-Za-z]\)?[.:]?)\}|\{([^{}]*)\}")
 SYMBOLS = str.maketrans({
     "−": "-", "×": r"\cdot ", "·": r"\cdot ", "÷": "/", "⁄": "/", "√": r"\sqrt ", "∞": r"\infty ", "°": r"^\circ ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "±": r"\pm ", "∪": r"\cup ",
-    "π": r"\pi ", "θ": r"\theta ", "\u200b": ""})  # fmt: skip
+    "≤": r"\le ", "≥": r"\ge ", "±": r"\pm ", "∪": r"\cup ", "π": r"\pi ", "θ": r"\theta ", "\u200b": ""})  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8192)  # a key is met once for every answer of its group
 def canonical(answer: str) -> str:
-    r"""One spelling for answers that differ in typography only. Takes about 0.1 ms; a plain integer takes none.
-
-    >>> canonical(r"\dfrac34 "), canonical("x²"), canonical(r"\text{42}."), canonical("3, 5 and 7")
-    ('\\frac{3}{4}', 'x^{2}', '42', '3;5;7')
-    """
+    """One spelling for answers that differ in typography only, in about 0.1 ms: "x² and ½" becomes "x^{2};1/2"."""
     text = answer.strip()
     if (text.isascii() and text.isdigit()) or len(text) > LONGEST_ANSWER:
         return text
@@ -290,8 +266,6 @@ def quick_verdict(response: str, solutions: tuple[str, ...]) -> Verdict | None:
     for key in keys:
         if number is not None and (value := plain_number(key)) is not None:
             right, known = number == value, "," not in text + key  # 1,234 may be a list
-        elif text.isdigit() and key.isdigit():  # too long for arithmetic
-            right, known = text.lstrip("0") == key.lstrip("0"), True
         else:
             letter, choice = LETTER.fullmatch(key), CHOICE.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", text))
             known = letter is not None and choice is not None
@@ -305,25 +279,19 @@ def quick_verdict(response: str, solutions: tuple[str, ...]) -> Verdict | None:
 # ----------------------------------------------------------------------------------------------------------------------
 # The full judgement. From here on a call may take for ever and all memory, so it runs in a process that can be killed.
 
-
 BASE = re.compile(r"\(?(\d[0-9A-Z]*)\)?_\{(\d\d?)\}")
-UNIT = re.compile(r"""([^A-Za-z]*|[^A-Za-z]*\\(?:frac|sqrt|pi)\b.*)(?<=[\d})i])(?:(%|\^\\circ|[^\x00-\x7f]+)
-    |\ ?\\text\{(?!.*\b(?:or|and|than|not)\b)([^{}]+)\}|\ ([A-Za-z]{2,}))((?:\^\{\d\})?)\ ?""", re.VERBOSE)  # fmt: skip
+UNIT = re.compile(r"""([^A-Za-z]*|[^A-Za-z]*\\(?:frac|sqrt|pi)\b.*)(?<=[\d})i])
+    (?!.*\b(?:or|and|than|not|[mb]illion)\b)(?:(%|\^\\circ|[^\x00-\x7f]+)|\ ?\\text\{([^{}]+)\}|\ ([A-Za-z]{2,}))
+    ((?:\^\{\d\})?)\ ?""", re.VERBOSE)
 SCALES = {"%": "/100", r"^\circ": r"\cdot \frac{\pi}{180}"}
+Reading = namedtuple("Reading", "text value unit", defaults=(None, ""))  # canonical; sympy, None for words; or ""
 
 
-class Reading(NamedTuple):
-    """What an answer was understood to say."""
-
-    text: str  # canonical
-    value: object = None  # sympy; None for words
-    unit: str = ""
-
-
+@functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Reading:
     """The reading of canonical text; ValueError where it has none."""
-    if not text or len(text) > LONGEST_ANSWER:
-        raise ValueError("empty or too long")
+    if len(text) > LONGEST_ANSWER:
+        return Reading(text)
     if spelled := words(text):
         return Reading(";".join(sorted(re.split(" ?[;,] ?", spelled))))
     text, unit = re.sub(r"(?<!\d);|;(?!\d{3}(?!\d))", ",", text), ""
@@ -345,7 +313,7 @@ def _sympy(latex: str):
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy  # math-verify's
 
     if re.search(r"\\text|\d \d", latex):
-        raise ValueError("words within mathematics, or two numbers side by side")
+        raise ValueError(f"words within mathematics, or two numbers side by side: {latex[:60]!r}")
     # The parser makes decimals binary, degrees numbers, and a mixed number of an integer next to any fraction.
     latex = re.sub(r"(\d+(?:\.\d+)?)\^\\circ ?", r"(\1\\cdot \\frac{\\pi}{180})", latex)
     latex = re.sub(r"(?<![\d.])(\d*)\.(\d+)", lambda m: rf"(\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}})", latex)
@@ -372,7 +340,7 @@ def equal(key: Reading, answer: Reading) -> bool:
     for x, y in ((key, answer), (answer, key)):
         if x.unit in SCALES and not y.unit and equal(Reading("", _sympy(f"({x.text}){SCALES[x.unit]}")), y):
             return True
-        if x.text.startswith(r"\{") and x.text.endswith(r"\}") and re.fullmatch(r"[(\[].*[)\]]", y.text):
+        if re.fullmatch(r"\\\{.*\\\}", x.text) and re.fullmatch(r"[(\[].*[)\]]", y.text):
             return False
     short, long = sorted((key.unit, answer.unit), key=len)
     if short and not re.fullmatch("[^^]*".join(map(re.escape, short)) + "[^^]*", long):  # cm abbreviates centimeters
@@ -380,19 +348,9 @@ def equal(key: Reading, answer: Reading) -> bool:
     if isinstance(answer.value, sympy.Expr) and isinstance(getattr(key.value, "lhs", None), sympy.Add):
         return False  # 5 for a+b=5, where verify takes any sum for a name
     if isinstance(answer.value, sympy.Expr) and isinstance(key.value, sympy.Expr):
-        if (same := key.value.equals(answer.value)) is not None:  # exact, where verify rounds
+        if (same := key.value.doit().equals(answer.value.doit())) is not None:  # exact, where verify rounds
             return bool(same)
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing limits its time: the pool does
     return verify(key.value, answer.value, timeout_seconds=None, allow_set_relation_comp=True)
-
-
-@functools.lru_cache(maxsize=1024)
-def parse_key(solution: str) -> Reading:
-    """The reading of an answer key; ValueError where it has none."""
-    try:
-        return parse(answer_key(solution))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"answer key {solution[:60]!r} cannot be parsed ({error})") from None
 
 
 def math_verdict(response: str, solutions: tuple[str, ...]) -> Verdict:
@@ -400,7 +358,7 @@ def math_verdict(response: str, solutions: tuple[str, ...]) -> Verdict:
     if (quick := quick_verdict(response, solutions)) is not None:
         return quick
     otherwise = Verdict.WRONG
-    for key in [parse_key(solution) for solution in solutions]:
+    for key in [parse(answer_key(solution)) for solution in solutions]:
         try:
             if equal(key, parse(canonical(extract_answer(response)))):
                 return Verdict.RIGHT
@@ -414,9 +372,10 @@ def math_verdict(response: str, solutions: tuple[str, ...]) -> Verdict:
 
 def before_fork() -> None:
     """In the pool's child: fill the parser's caches. A verifier that cannot do this would call all answers unparsed."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing limits its time: the pool does
     os.environ |= {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}  # where these raise, GMP ends the process
-    if math_verdict(r"\boxed{x>2, x^2+2x+1}", ("(x+1)^2, x>2",)) != Verdict.RIGHT:
-        raise RuntimeError("the verifier does not know that x^2+2x+1 is (x+1)^2")
+    if math_verdict(r"\boxed{\sec^2(y)}", ("(y,2)", r"\tan^2(y)+1")) != Verdict.RIGHT:
+        raise RuntimeError("the verifier does not know the secant")
 
 
 def judge(request: dict) -> str:
@@ -424,9 +383,9 @@ def judge(request: dict) -> str:
     if request["response"] is not None:
         return math_verdict(request["response"], tuple(request["solutions"]))
     try:
-        return "" if all(map(parse_key, request["solutions"])) else "no key"
-    except ValueError as error:
-        return str(error)
+        return "" if [parse(answer_key(solution)) for solution in request["solutions"]] else "no key"
+    except (ValueError, RecursionError) as error:
+        return f"an answer key cannot be parsed: {error}"
 
 
 class Scorer:
@@ -434,26 +393,21 @@ class Scorer:
     it on the main thread and before the process group exists; close() it at the end."""
 
     def __init__(self, workers: int, deadline_s: float):
-        self._pool = Pool(JUDGE, workers, deadline_s)
+        pool = Pool(JUDGE, workers, deadline_s)
+        self._call, self.close = pool.call, pool.close
 
     async def score(self, problem: Problem, response: str) -> Verdict:
         """The verdict on one response. ScorerError when the pool is broken, or for a key that cannot be parsed."""
         if len(response) - max(0, response.rfind("</think>")) <= LONGEST_INLINE:  # characters that may hold the answer
-            try:
+            with contextlib.suppress(ValueError):  # a key that load_problems would have refused: below it is an error
                 if (verdict := quick_verdict(response, problem.solutions)) is not None:
                     return verdict
-            except ValueError as error:
-                raise ScorerError(f"problem {problem.id!r}: {error}") from None
-        reply = await self._pool.call({"solutions": problem.solutions, "response": response})
+        reply = await self._call({"solutions": problem.solutions, "response": response})
         return Verdict.TIMEOUT if "timeout" in reply else Verdict(reply["value"])
 
-    def close(self) -> None:
-        self._pool.close()
 
-
-def _examine(rows: list[tuple[str, str | None]], workers: int, deadline_s: float) -> list[str]:
+async def _examine(rows: list[tuple[str, str | None]], workers: int, deadline_s: float) -> list[str]:
     """For each (key, response) what is wrong with the key, else the verdict; "" for a good key without a response."""
-    pool = Pool(JUDGE, workers, deadline_s)
 
     async def one(key: str, response: str | None) -> str:
         reply = await pool.call({"solutions": [key], "response": None})
@@ -461,24 +415,17 @@ def _examine(rows: list[tuple[str, str | None]], workers: int, deadline_s: float
             reply = await pool.call({"solutions": [key], "response": response})
         return reply.get("value", Verdict.TIMEOUT)
 
-    async def every() -> list[str]:
+    with contextlib.closing(Pool(JUDGE, workers, deadline_s)) as pool:
         return await asyncio.gather(*(one(*row) for row in rows))
-
-    try:
-        return asyncio.run(every())
-    finally:
-        pool.close()
 
 
 def check(path: str, workers: int, deadline_s: float) -> int:
     """Judge a file of rows of id, response, gold and expected, print what differs, return how much did."""
-    rows = _rows(path)
+    rows, wrong = _rows(path), 0
     for number, row in rows:
-        _text(row, "id", f"{path}:{number}"), _text(row, "gold", f"{path}:{number}")
-        if not isinstance(row.get("response"), str) or not isinstance(row.get("expected"), bool):
-            raise ValueError(f"{path}:{number}: 'response' must be text and 'expected' true or false")
-    wrong = 0
-    verdicts = _examine([(row["gold"], row["response"]) for _, row in rows], workers, deadline_s)
+        if [type(row.get(field)) for field in ("id", "response", "gold", "expected")] != [str, str, str, bool]:
+            raise ValueError(f"{path}:{number}: 'id', 'response', 'gold' must be text and 'expected' true or false")
+    verdicts = asyncio.run(_examine([(row["gold"], row["response"]) for _, row in rows], workers, deadline_s))
     for (number, row), verdict in zip(rows, verdicts, strict=True):
         if (verdict == Verdict.RIGHT) != row["expected"] or verdict not in set(Verdict):
             wrong += 1
@@ -488,18 +435,14 @@ def check(path: str, workers: int, deadline_s: float) -> int:
     return wrong
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Examine the verifier with your own data.")
-    examine = parser.add_subparsers(required=True).add_parser("check", help="rows of id, response, gold, expected")
-    examine.add_argument("file")
-    examine.add_argument("--workers", type=int, default=2, help="processes")
-    examine.add_argument("--deadline", type=float, default=5.0, help="seconds for one answer")
+    parser.add_argument("command", choices=["check"])
+    parser.add_argument("file", help="JSON lines of id, response, gold, expected")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--deadline", type=float, default=5.0, help="seconds for one answer")
     args = parser.parse_args()
     try:
         sys.exit(1 if check(args.file, args.workers, args.deadline) else 0)
     except (ValueError, OSError, ScorerError) as error:
         sys.exit(f"reward.py: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,10 @@
 """Generators: engines that sample, workflows that turn a problem into trajectories, and the loop of a generator rank.
 
-An engine is anything with this protocol (no base class; SGLang servers and transformers share no code):
+An engine is anything with this protocol, and with `name`, `version`, `dtype` and `tokenizer` (no base class):
 
     generate(token_ids, max_new_tokens) -> Generation     tokens, logprobs and versions, one of each a token
     pause(), load(version, fn), resume(), close()         a weight update interrupts what is being decoded
+    parameters()                                          what an update fills, in the trainer's order
 
 An update in the middle of an answer keeps the partial answer with its log-probabilities and versions, throws the KV
 cache away and decodes the rest from prompt + partial under the new weights. A piece that was cut this way is never
@@ -100,7 +101,7 @@ class TransformersEngine:
 
     def __init__(self, model, tokenizer, *, temperature: float, max_new_tokens: int, max_prompt_tokens: int,
                  stop_ids: list[int], batch_tokens: int, cache_bytes: int, seed: int, timeout_s: float):  # fmt: skip
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model, self.tokenizer, self.dtype = model.eval(), tokenizer, model.dtype
         self.max_new_tokens, self.stop_ids, self.timeout_s = max_new_tokens, set(stop_ids), timeout_s
         self.version = -1  # no weights yet
         page = 64
@@ -368,7 +369,7 @@ class Generator:
     async def _notices(self) -> None:
         who = f"generator rank {self.rank} waited for a notice of trainer rank 0"
         while True:
-            notice = await asyncio.to_thread(self.inbox.pop, f"notices/{self.rank}", self.cfg.batch_timeout, who)
+            notice = await asyncio.to_thread(self.inbox.pop, f"notices/{self.rank}", 2 * self.cfg.batch_timeout, who)
             if notice["do"] == "admit":
                 self.record = max(self.record, (notice["version"], notice["rejected"]))
                 self.skip = frozenset(notice["skip"])
@@ -389,7 +390,7 @@ class Generator:
         self._send("paused", version=version)
 
         def receive(named):
-            return receive_weights(named, self.group, dtype=self.engine.model.dtype, device=self.device,
+            return receive_weights(named, self.group, dtype=self.engine.dtype, device=self.device,
                                    bucket_bytes=self.cfg.bucket_mb << 20)  # fmt: skip
 
         checksum = await self.engine.load(version, receive)

@@ -12,13 +12,14 @@ Left out, and why: polling (every wait blocks in the store or on a condition), d
 unnecessary, and dropping biases against long answers), partial restarts (one fault path: the attempt ends, torchrun
 starts the next one, which resumes), pickles (a store is no place for code).
 
-Who waits for whom. Each line has a deadline, and each deadline's error names both sides.
+Who waits for whom, and until when; the errors name both sides, except that of a broadcast, which only gloo can word.
 
     who                  waits for                     unblocked by                                   deadline
     generator, slot      admission of its ticket       `admit`: a step or a rejection moved the limit batch_timeout
-    generator, notices   the next notice               trainer 0: admit, update, evaluate or stop     batch_timeout
+    generator, notices   the next notice               trainer 0: admit, update, evaluate or stop   2 batch_timeout
     trainer 0            B groups in ticket order      `group` messages of generators                 batch_timeout
-    trainer 1..          its plan of the step          trainer 0, once the batch is full              batch_timeout
+    trainer 0            pass@1 shares                 `evaluated` of every generator                 batch_timeout
+    trainer 1..          its plan of the step          trainer 0, once the batch is full            2 batch_timeout
     trainer 0, update    `paused` of every generator   each generator's engine                        update_timeout
     generators, update   buckets of weights            trainer 0's broadcasts                         update_timeout
     trainer 0            `loaded` and its checksum     each generator, after loading                  update_timeout

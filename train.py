@@ -5,8 +5,9 @@
     torchrun --nproc_per_node 8 train.py --model MODEL --data FILE.jsonl --config my.yaml
     torchrun --nproc_per_node 2 train.py --objective sft                # supervised only, every rank trains
 
-Read it from the bottom: `train` is the life of trainer ranks, its loop comes last. Above it, in order: the
-configuration on one screen, what it refuses, roles and process groups, data, the model, the supervised objective.
+Read it from the bottom: `train` is the life of trainer ranks and ends with the loop; `main` only hands out roles. Above
+it, in order: the configuration on one screen, what it refuses, process groups, the model, the supervised objective, and
+the start of a generator rank.
 
 Left out, and why: no Trainer class and no callbacks (the loop is short enough to edit), no critic and no reference
 model (the recipe has neither), no gradient scaler (bfloat16 compute over float32 weights needs none).
@@ -14,7 +15,6 @@ model (the recipe has neither), no gradient scaler (bfloat16 compute over float3
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -31,14 +31,14 @@ import yaml
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoModelForCausalLM, GenerationConfig, HfArgumentParser
 
 import evaluate
 import ppo
 from evaluate import Records, Refused, pass_at_1
 from packing import Trajectory, pack, plan_step
 from reward import Scorer
-from rollout import Generator, TransformersEngine, empty_model, load_tokenizer, stop_ids
+from rollout import Generator, TransformersEngine, empty_model, stop_ids
 from sandbox import die_with_parent
 from sync import Channel, Dispatcher, StalenessError, StalenessQueue, die, manifest, send_weights
 
@@ -134,7 +134,7 @@ class Config:
 
 def parse(argv: list[str]) -> Config:
     """Configuration from the command line over an optional `--config FILE.yaml`. Raises Refused."""
-    argv = list(argv)
+    argv = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     parser = HfArgumentParser(Config, allow_abbrev=False)
 
     def refuse(message: str):
@@ -152,7 +152,7 @@ def parse(argv: list[str]) -> Config:
         if not isinstance(values, dict):
             raise Refused(f"--config {path}: expected lines of `name: value`")
         values.pop("derived", None)  # of a run's own config.yaml
-        argv = [word for name, value in values.items() for word in (f"--{name}", str(value))] + argv
+        argv = [f"--{name}={value}" for name, value in values.items()] + argv
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         raise Refused(f"there is no setting {unknown[0]}: type `python train.py --help` for all of them")
@@ -168,7 +168,8 @@ def check(cfg: Config, world: int) -> Config:
             raise Refused(sentence)
 
     choices = {"objective": ("rl", "sft"), "engine": ("auto", "transformers"), "device": ("auto", "cpu", "cuda"),
-               "dtype": ("auto", "float32", "bfloat16")}  # fmt: skip
+               "dtype": ("auto", "float32", "bfloat16"),
+               "attention": ("sdpa", "eager", "flex_attention", "flash_attention_2")}  # fmt: skip
     for name, allowed in choices.items():
         need(getattr(cfg, name) in allowed, f"{name} must be one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
     need(cfg.device != "cuda" or torch.cuda.is_available(), "device is cuda, but torch sees no GPU here")
@@ -201,15 +202,15 @@ def check(cfg: Config, world: int) -> Config:
          f"{cfg.max_staleness} versions old; only max_staleness=0 may go without")  # fmt: skip
     need((cfg.model == "toy") == (cfg.data == "toy"),
          f"model={cfg.model} with data={cfg.data}: the toy model knows only the toy's words")  # fmt: skip
-    for name in ("data", "eval_data"):
-        path = getattr(cfg, name)
-        need(path in ("", "toy") or Path(path).is_file(), f"{name}: there is no file {path}")
+    need(cfg.data != "toy" or not cfg.eval_data, "eval_data: the toy has held-out problems of its own")
+    for path in (cfg.data, cfg.eval_data):
+        need(path in ("", "toy") or Path(path).is_file(), f"data: there is no file {path}")
     if rl and not cfg.slots:
         cfg.slots = -(-cfg.groups // (world - cfg.trainers))
     return cfg
 
 
-# -- Who am I, which data, which model ---------------------------------------------------------------------------------
+# -- Who am I, which model ---------------------------------------------------------------------------------------------
 
 
 def scaled_reward(cfg: Config, reward: float) -> float:
@@ -237,17 +238,14 @@ class Rank:
         return "trainer" if self.rank < self.trainers else "generator"
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """In place, over the trainer ranks."""
         dist.all_reduce(tensor, group=self.trainer_group)
 
     def share(self) -> dict:
-        """What the arithmetic needs to know of ranks."""
-        return {"rank": self.rank, "ranks": self.trainers, "all_reduce": self.sum, "device": self.device}
+        return {"ranks": self.trainers, "all_reduce": self.sum, "device": self.device}
 
 
 def join(cfg: Config) -> Rank:
-    """Process groups and the run's folder. The world is gloo; the trainers' mesh and the weights' group are NCCL where
-    ranks have GPUs of their own."""
+    """Process groups (the world is gloo, trainers and weights have NCCL where ranks have GPUs) and the run's folder."""
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
@@ -263,12 +261,14 @@ def join(cfg: Config) -> Rank:
     own_gpus = cuda and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world))
     backend = "nccl" if own_gpus else "gloo"
     trainers, generators = list(range(cfg.trainers)), list(range(cfg.trainers, world))
-    me.trainer_group = dist.new_group(trainers, timedelta(seconds=cfg.batch_timeout), backend)
+    longest = max(cfg.startup_timeout, cfg.batch_timeout)  # the others gather while rank 0 waits for generators
+    me.trainer_group = dist.new_group(trainers, timedelta(seconds=longest), backend)
     if generators:
         me.weight_group = dist.new_group([0, *generators], timedelta(seconds=cfg.update_timeout), backend)
     if rank == 0:  # one rank looks: another job may be writing under the same parent folder
-        before = f"boba/{channel.attempt - 1}/world/run"  # of the attempt that torchrun restarts
-        previous = json.loads(channel.store.get(before))[0] if channel.store.check([before]) else ""
+        earlier = [f"boba/{attempt}/world/run" for attempt in reversed(range(channel.attempt))]  # newest first
+        found = (json.loads(channel.store.get(key))[0] for key in earlier if channel.store.check([key]))
+        previous = next((folder for folder in found if folder), "")  # an attempt may have died before it chose one
         choice = (*evaluate.choose_folder(cfg, previous), (evaluate.warm_folder(cfg) / "config.json").is_file())
         store.set("run", json.dumps(choice))
     folder, checkpoint, me.warm = json.loads(store.get("run"))
@@ -288,10 +288,14 @@ def build_policy(cfg: Config, me: Rank, source: str) -> ppo.Policy:
     else:
         model = empty_model(cfg.model, torch.float32, cfg.seed)
         model.set_attn_implementation(cfg.attention)
+        if cfg.model != "toy" and (Path(cfg.model) / "generation_config.json").is_file():  # of the exported model
+            model.generation_config = GenerationConfig.from_pretrained(cfg.model)
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, name, None):
             raise Refused(f"{cfg.model} scales its logits by {name}, which log-probabilities from hidden states ignore")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise Refused(f"{cfg.model} adds a bias to its logits, which log-probabilities from hidden states ignore")
     policy = ppo.Policy(model.eval().to(me.device), cfg.temperature)  # eval: dropout would change log-probabilities
     mesh = DeviceMesh.from_group(me.trainer_group, me.device.type, mesh_dim_names=("trainers",))
     mixed = MixedPrecisionPolicy(param_dtype=me.dtype, reduce_dtype=torch.float32)
@@ -312,26 +316,23 @@ def build_optimizer(cfg: Config, policy: nn.Module, lr: float) -> torch.optim.Ad
 # -- Supervised: an objective of its own, and the toy's warm start -----------------------------------------------------
 
 
-def train_supervised(cfg: Config, me: Rank, tokenizer) -> None:
+def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory], fingerprint: str, dropped: int):
     """`--objective sft`: every rank trains; the model ends up where reinforcement would put it."""
-    examples = evaluate.demonstrations(cfg, tokenizer)
-    content = json.dumps([example.tokens.tolist() for example in examples]).encode()
-    fingerprint = hashlib.sha256(content).hexdigest()[:16]
     state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
     records = Records(me.folder, me.rank, me.rank == 0, cfg.sft_steps, state["version"], state["records"])
-    records.open(cfg, evaluate.derive(cfg, me, {"examples": len(examples), "data": fingerprint}), me.trainers, me.world)
+    records.open(cfg, me, {"examples": len(examples), "dropped (too long)": dropped, "data": fingerprint})
     policy = build_policy(cfg, me, "" if cfg.model == "toy" or me.checkpoint else cfg.model)
     optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
     if me.checkpoint:
-        evaluate.load_checkpoint(me.checkpoint, me.trainer_group, policy, optimizer)
+        evaluate.load_checkpoint(me, policy, optimizer)
 
     def each(done: int, row: dict) -> None:
         records.supervised(row)
         if cfg.checkpoint_every and done % cfg.checkpoint_every == 0 and done < cfg.sft_steps:
             kept = {"fingerprint": fingerprint, "records": records.state()}
-            evaluate.save_checkpoint(me.folder, me.trainer_group, me.rank == 0, policy, optimizer, done, cfg, kept)
+            evaluate.save_checkpoint(me, policy, optimizer, done, cfg, kept)
 
-    ppo.supervised(policy, optimizer, examples, cfg, start=state["version"], each=each, **me.share())
+    ppo.supervised(policy, optimizer, examples, cfg, start=state["version"], each=each, rank=me.rank, **me.share())
     evaluate.export(me.folder / "model", me.rank == 0, policy, tokenizer)
     records.finish_supervised()
 
@@ -358,12 +359,14 @@ async def generate(cfg: Config, me: Rank, tokenizer, problems, test, scorer: Sco
 # -- The trainer ranks -------------------------------------------------------------------------------------------------
 
 
-def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, derived: dict) -> None:
+def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, sizes: dict) -> None:
     """The life of a trainer rank. Rank 0 also plans, publishes and keeps the records."""
     root = me.rank == 0
     state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
+    if state["version"] > cfg.steps:
+        raise Refused(f"steps={cfg.steps}, but {me.checkpoint} has done {state['version']} already")
     records = Records(me.folder, me.rank, root, cfg.steps, state["version"], state["records"])
-    records.open(cfg, derived, me.trainers, me.world)
+    records.open(cfg, me, sizes)
     phase = records.phase
 
     # Start: weights from the checkpoint, from the toy's warm start, or from the model's folder.
@@ -373,11 +376,12 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, de
     if cfg.model == "toy" and not me.checkpoint and not me.warm:
         with phase("warm start"):
             optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
-            ppo.supervised(policy, optimizer, evaluate.demonstrations(cfg, tokenizer), cfg, start=0, **me.share())
-            evaluate.export(warm, root, policy, tokenizer)
+            examples, _, _ = evaluate.demonstrations(cfg, tokenizer)
+            ppo.supervised(policy, optimizer, examples, cfg, start=0, rank=me.rank, **me.share())
+            evaluate.export(warm, root, policy, tokenizer, keep=True)
     optimizer = build_optimizer(cfg, policy, cfg.lr)
     if me.checkpoint:
-        evaluate.load_checkpoint(me.checkpoint, me.trainer_group, policy, optimizer)
+        evaluate.load_checkpoint(me, policy, optimizer)
 
     queue = StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
     control = Channel()
@@ -404,7 +408,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, de
     if root:
         if has_test and not me.checkpoint:
             state["records"]["before"] = pass_at_1(dispatcher.evaluate(cfg.batch_timeout))
-        records.begin(state["records"].get("before"), state["version"])
+        records.begin(state["records"].get("before"), state["version"], dispatcher)
         dispatcher.publish()
 
     # The loop. A step: wait for a batch, plan, fetch, train, publish the new version, send the weights, write it down.
@@ -417,13 +421,11 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, de
                     control.push(f"plans/{rank}", {"step": step, "headers": headers})
             else:
                 who = f"trainer rank {me.rank} waited for the plan of step {step} from trainer rank 0"
-                headers = control.pop(f"plans/{me.rank}", cfg.batch_timeout, who)["headers"]
+                headers = control.pop(f"plans/{me.rank}", 2 * cfg.batch_timeout, who)["headers"]
         for header in headers:
             if step - header["head_version"] > cfg.max_staleness:
-                raise StalenessError(
-                    f"step {step}: trajectory {header['index']} of ticket {header['ticket']} began at version "
-                    f"{header['head_version']}, more than max_staleness={cfg.max_staleness} ago"
-                )
+                raise StalenessError(f"step {step}: trajectory {header['index']} of ticket {header['ticket']} began at "
+                                     f"version {header['head_version']}, above max_staleness={cfg.max_staleness}")
         plan = plan_step([h["length"] for h in headers], [h["loss_tokens"] for h in headers], seed=cfg.seed, step=step,
                          ranks=me.trainers, minibatches=cfg.minibatches, capacity=cfg.microbatch_tokens)  # fmt: skip
         with phase("fetch"):
@@ -447,14 +449,14 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, de
         if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0 and step + 1 < cfg.steps:
             with phase("checkpoint"):
                 kept = {"queue": dispatcher.state(), "records": records.state()} if root else {}
-                evaluate.save_checkpoint(me.folder, me.trainer_group, root, policy, optimizer, step + 1, cfg,
-                                {"fingerprint": fingerprint, **kept})  # fmt: skip
+                kept["fingerprint"] = fingerprint
+                evaluate.save_checkpoint(me, policy, optimizer, step + 1, cfg, kept)
 
     if root:
         records.trained()
-        after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
-    evaluate.export(me.folder / "model", me.rank == 0, policy, tokenizer)
+    evaluate.export(me.folder / "model", root, policy, tokenizer)
     if root:
+        after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
         dispatcher.stop()
         records.finish(after, cfg.max_staleness, engine, dispatcher)
 
@@ -469,9 +471,10 @@ def main(argv: list[str] | None = None) -> None:
         die_with_parent()  # torchrun does not end the ranks when it is killed itself
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        tokenizer = load_tokenizer(cfg.model)
+        tokenizer = evaluate.open_tokenizer(cfg)
         if cfg.objective == "sft":
-            train_supervised(cfg, join(cfg), tokenizer)
+            examples = evaluate.demonstrations(cfg, tokenizer)  # before `join` makes a folder
+            train_supervised(cfg, join(cfg), tokenizer, *examples)
         else:
             problems, test, fingerprint, dropped = evaluate.load_data(cfg, tokenizer)
             role = "trainer" if rank < cfg.trainers else "generator"
@@ -481,15 +484,13 @@ def main(argv: list[str] | None = None) -> None:
             if role == "generator":
                 asyncio.run(generate(cfg, me, tokenizer, problems, test, scorer))
             else:
-                sizes = {"problems": len(problems), "dropped (too long)": dropped, "held out": len(test),
-                         "data": fingerprint}  # fmt: skip
-                train(cfg, me, tokenizer, bool(test), fingerprint, evaluate.derive(cfg, me, sizes))
+                sizes = {"problems": len(problems), "dropped (too long)": dropped, "held out": len(test)}
+                train(cfg, me, tokenizer, bool(test), fingerprint, {**sizes, "data": fingerprint})
         dist.destroy_process_group()
     except Refused as error:
         if rank:
-            time.sleep(10)  # rank 0 says it; leaving first would have torchrun end rank 0 before it has spoken
-        else:
-            print(f"train.py: {error}", file=sys.stderr, flush=True)
+            time.sleep(10)  # rank 0 says it first, and torchrun then ends this rank; else this one has to say it
+        print(f"train.py: {error}", file=sys.stderr, flush=True)
         os._exit(2)
     except Exception as error:
         die(role, rank, error)

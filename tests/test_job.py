@@ -88,20 +88,31 @@ def test_three_ranks_leave_a_complete_run(job, tmp_path, warm_runs):
 def test_a_second_run_gets_a_folder_of_its_own_and_the_same_warm_start(job, warm_runs):
     warm = sorted(warm_runs.glob("warm-*"))
     stamps = [path.stat().st_mtime_ns for path in warm]
+    before = set(warm_runs.glob("toy*"))
     for number in range(2):
         one = job(*SMALL, "--steps", 1, "--eval_problems", 0, "--runs_dir", warm_runs)
         assert one.wait() == 0, one.text()
-        assert (warm_runs / ("toy" if not number else "toy-2") / "summary.json").is_file()
+        new = set(warm_runs.glob("toy*")) - before
+        assert len(new) == number + 1 and all((folder / "summary.json").is_file() for folder in new)
     assert not warm or [path.stat().st_mtime_ns for path in warm] == stamps
     assert not [path for path in warm_runs.iterdir() if path.name.startswith(".")]  # nothing half-written
 
 
+REJECTING = [*SMALL, "--checkpoint_every", 2, "--filter_upper", 0.9, "--max_staleness", 1]
+
+
+def straight(job, runs: Path, script: Path) -> list[dict]:
+    """The metrics of a run of six steps that was never interrupted; run once."""
+    if not (runs / "straight" / "summary.json").exists():
+        one = job(*REJECTING, "--steps", 6, "--runs_dir", runs, "--run_name", "straight", script=script)
+        assert one.wait() == 0, one.text()
+    return rows(runs / "straight")
+
+
 def test_a_job_killed_whole_resumes_on_the_same_problems(job, tmp_path, warm_runs):
-    settings = [*SMALL, "--steps", 6, "--checkpoint_every", 2, "--runs_dir", warm_runs, "--filter_upper", 0.9,
-                "--max_staleness", 1]  # fmt: skip
+    settings = [*REJECTING, "--steps", 6, "--runs_dir", warm_runs]
     script = patched(tmp_path, THIRDS)
-    straight = job(*settings, "--run_name", "straight", script=script)
-    assert straight.wait() == 0, straight.text()
+    other = straight(job, warm_runs, script)
     killed = job(*settings, "--run_name", "killed", script=script)
     folder = warm_runs / "killed"
     killed.until(lambda: (folder / "metrics.jsonl").exists() and len(rows(folder)) >= 3)
@@ -110,7 +121,7 @@ def test_a_job_killed_whole_resumes_on_the_same_problems(job, tmp_path, warm_run
     (folder / "metrics.jsonl").open("a").write('{"step": 99')  # killed in the middle of a line
     resumed = job(*settings, "--run_name", "killed", "--resume", "true", script=script)
     assert resumed.wait() == 0, resumed.text()
-    table, other = rows(folder), rows(warm_runs / "straight")
+    table = rows(folder)
     assert [row["step"] for row in table] == list(range(6))  # no gap, no repeat
     assert [row["tickets"] for row in other][:2] == [[1, 5], [7, 11]]  # 1 2 4 5, then 7 8 10 11
     for name in ("tickets", "problems", "lr"):
@@ -128,9 +139,11 @@ def test_a_job_killed_whole_resumes_on_the_same_problems(job, tmp_path, warm_run
 
 
 def test_a_killed_rank_comes_back_by_itself_under_max_restarts(job, tmp_path, warm_runs):
-    settings = [*SMALL, "--steps", 5, "--checkpoint_every", 2, "--runs_dir", warm_runs, "--max_staleness", 1,
-                "--filter_upper", 0.9]  # fmt: skip
+    settings = [*REJECTING, "--steps", 5, "--runs_dir", warm_runs]
+    other = straight(job, warm_runs, patched(tmp_path, THIRDS))
     kill = """
+if RANK == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    os._exit(3)  # the second attempt dies before it has chosen a folder
 import ppo
 real_step = ppo.ppo_step
 def step(*args, version, **more):
@@ -143,8 +156,7 @@ ppo.ppo_step = step
     assert again.wait() == 0, again.text()
     table = rows(max((path for path in warm_runs.glob("toy*")), key=lambda path: path.stat().st_mtime))
     assert [row["step"] for row in table] == list(range(5))
-    straight = rows(warm_runs / "straight")  # of the test before
-    assert [row["problems"] for row in table] == [row["problems"] for row in straight][:5]
+    assert [row["problems"] for row in table] == [row["problems"] for row in other][:5]
     assert not again.members()
 
 
@@ -169,7 +181,8 @@ def test_an_exception_in_a_rank_is_the_first_line_and_ends_the_job(job, warm_run
             "rollout.sample_and_score = broken"][victim]  # fmt: skip
     script = patched(warm_runs.parent, body)
     one = job(*SMALL, "--runs_dir", warm_runs, "--run_name", f"raises{victim}", script=script)
-    assert one.wait() != 0
+    one.until(lambda: "ArithmeticError" in one.text())
+    assert one.wait(15) != 0
     role = ["trainer", "generator"][victim]
     assert first_error(one.text()) == f"[rank {victim}, {role}] ArithmeticError: a broken loss", one.text()
     assert not one.members()
@@ -185,6 +198,11 @@ def step(self, step, groups, stats, lr, depth, dispatcher):
     keys = [k for k in dispatcher.out.store.list_keys() if "trajectory" in str(k)]
     print("KEYS", dispatcher.out.store.num_keys() - len(keys), len(keys) - waiting, flush=True)
 evaluate.Records.step = step
+end = evaluate.Records.finish
+def finish(self, after, bound, engine, dispatcher):
+    end(self, after, bound, engine, dispatcher)
+    print("LEFT", sum("trajectory" in str(k) for k in dispatcher.out.store.list_keys()), flush=True)
+evaluate.Records.finish = finish
 """)
     one = job(*SMALL, "--steps", 6, "--runs_dir", warm_runs, "--run_name", "keys", script=script)
     assert one.wait() == 0, one.text()
@@ -192,6 +210,7 @@ evaluate.Records.step = step
     assert len({count for count, _ in counts}) == 1, counts  # everything but trajectories: constant
     # Trajectories: those of finished groups that wait, give or take groups that are arriving at this moment.
     assert all(-16 <= int(excess) <= 16 * 4 for _, excess in counts), counts
+    assert "LEFT 0" in one.text()
 
 
 def test_a_lying_queue_is_caught_by_the_loop(job, warm_runs):
@@ -215,10 +234,11 @@ sync.StalenessQueue.take = take
     assert re.match(r"\[rank 0, trainer\] StalenessError: step \d+: trajectory", first_error(one.text())), one.text()
 
 
-@pytest.mark.parametrize("staleness, window", [(0, 1), (4, 9)])
-def test_synchronous_and_windowed_are_the_same_code(job, tmp_path, warm_runs, staleness, window):
+@pytest.mark.parametrize("staleness, window, dtype", [(0, 1, "float32"), (4, 9, "bfloat16")])
+def test_synchronous_windowed_and_bfloat16_are_the_same_code(job, tmp_path, warm_runs, staleness, window, dtype):
     name = f"eta{staleness}"
-    one = job(*SMALL, "--max_staleness", staleness, "--window", window, "--eval_problems", 0, "--runs_dir", warm_runs,
+    one = job(*SMALL, "--dtype", dtype, "--max_staleness", staleness, "--window", window, "--eval_problems", 0,
+              "--runs_dir", warm_runs,
               "--run_name", name, "--filter_upper", 0.9, script=patched(tmp_path, THIRDS))  # fmt: skip
     assert one.wait() == 0, one.text()
     table = rows(warm_runs / name)
@@ -257,9 +277,14 @@ def test_own_data_in_both_formats(job, warm_runs, tmp_path):
 
 @pytest.mark.slow
 def test_supervised_objective_trains_on_every_rank(job, warm_runs, tmp_path):
-    one = job("--objective", "sft", "--sft_steps", 30, "--runs_dir", warm_runs, "--checkpoint_every", 10)
+    settings = ["--objective", "sft", "--sft_steps", 30, "--runs_dir", warm_runs, "--checkpoint_every", 10]
+    killed = job(*settings)
+    killed.until(lambda: (warm_runs / "sft-toy/metrics.jsonl").exists() and len(rows(warm_runs / "sft-toy")) >= 12)
+    killed.kill()
+    one = job(*settings, "--resume", "true")
     assert one.wait() == 0, one.text()
     table = rows(warm_runs / "sft-toy")
+    assert [row["step"] for row in table] == list(range(30))
     assert len(table) == 30 and table[-1]["loss"] < 0.7 * table[0]["loss"]
     assert (warm_runs / "sft-toy" / "model" / "model.safetensors").is_file()
 

@@ -50,6 +50,9 @@ torch.set_num_threads(1)
         ("--model some/model", "the toy model knows only the toy's words"),
         ("--data file.jsonl", "knows only the toy's words"),
         ("--model m --data missing.jsonl", "there is no file missing.jsonl"),
+        ("--eval_data x.jsonl", "the toy has held-out problems of its own"),
+        ("--attention sdpaa", "attention must be one of"),
+        ("--config=missing.yaml", "missing.yaml"),
         ("--stepz 3", "there is no setting --stepz"),
         ("--steps three", "invalid int value"),
         ("--config missing.yaml", "missing.yaml"),
@@ -109,6 +112,7 @@ def test_data_that_cannot_be_read_is_refused_with_file_and_line(tmp_path):
         "": "", "{": ":1", '{"prompt": 1, "answer": 2}': ":1", '{"prompt": "1 + 1 ="}': ":1",
         '{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": "1 + 2 ="}': ":2",
         '{"prompt": "1 + 1 + 1 + 1 + 1 + 1 =", "answer": 6}': "exceed max_prompt_tokens=6",
+        '{"prompt": "one + 1 =", "answer": 2}': "cannot tokenise a prompt",
     }  # fmt: skip
     for number, (content, place) in enumerate(bad.items()):
         path = tmp_path / f"{number}.jsonl"
@@ -126,6 +130,23 @@ def test_the_fingerprint_changes_with_the_data_and_only_with_it(tmp_path):
 
     lines = [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(9)]
     assert load(lines) == load(lines) != load(lines[:-1] + [{"prompt": "8 + 1 =", "answer": 10}])
+
+
+def test_a_model_that_is_not_there_and_a_missing_template_are_refused():
+    with pytest.raises(Refused, match="model=no/such/folder: "):
+        evaluate.open_tokenizer(Config(model="no/such/folder", data="x"))
+    with pytest.raises(Refused, match="no chat template"):
+        evaluate.open_tokenizer(Config(chat=True))
+
+
+def test_supervised_examples_train_the_answer_and_its_end():
+    tokenizer = toy.build_tokenizer()
+    examples, fingerprint, dropped = evaluate.demonstrations(Config(microbatch_tokens=60), tokenizer)
+    assert dropped > 0 and max(len(example.tokens) for example in examples) <= 60
+    for example in examples[:50]:
+        text = tokenizer.decode(example.tokens[example.loss_mask])
+        assert text.endswith("} <eos>") and example.loss_mask[4:].all() and not example.loss_mask[:4].any()
+    assert fingerprint != evaluate.demonstrations(Config(microbatch_tokens=60, seed=2), tokenizer)[1]
 
 
 def test_toy_problems_are_held_out():
@@ -222,11 +243,11 @@ def test_a_checkpoint_restores_weights_adam_and_random_state(alone, tmp_path):
         return torch.cat([p.full_tensor().flatten() for p in policy.parameters()]).clone()
 
     steps(2)
-    evaluate.save_checkpoint(alone.folder, alone.trainer_group, True, policy, optimizer, 2, cfg, {"fingerprint": "f"})
+    evaluate.save_checkpoint(alone, policy, optimizer, 2, cfg, {"fingerprint": "f"})
     steps(3)
     straight = weights()
-    checkpoint = alone.folder / "checkpoints" / "step-000002"
-    evaluate.load_checkpoint(checkpoint, alone.trainer_group, policy, optimizer)
+    checkpoint = alone.checkpoint = alone.folder / "checkpoints" / "step-000002"
+    evaluate.load_checkpoint(alone, policy, optimizer)
     assert not torch.equal(weights(), straight)
     steps(3)
     assert torch.equal(weights(), straight)  # bit for bit: Adam's moments and the draws are the same
@@ -245,7 +266,7 @@ def test_a_checkpoint_cut_off_while_writing_leaves_the_last_good_one(alone, monk
     parent = alone.folder / "checkpoints"
 
     def save(version):
-        evaluate.save_checkpoint(alone.folder, alone.trainer_group, True, policy, optimizer, version, cfg, {})
+        evaluate.save_checkpoint(alone, policy, optimizer, version, cfg, {})
 
     for version in (1, 2, 3):
         save(version)
@@ -290,12 +311,15 @@ def test_run_folders(tmp_path):
     assert choose() == (str(tmp_path / "toy"), "")
     assert choose() == (str(tmp_path / "toy-2"), "")
     assert choose(run_name="mine") == (str(tmp_path / "mine"), "")
-    assert "exists: add --resume" in choose(run_name="mine")[1]
+    assert "it has no checkpoint, so remove it" in choose(run_name="mine")[1]
     assert "no checkpoint" in choose(run_name="mine", resume=True)[1]
+    (tmp_path / "mine" / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert "exists: add --resume" in choose(run_name="mine")[1]
     (tmp_path / "toy-2" / "checkpoints" / "step-000005").mkdir(parents=True)
     assert choose(resume=True) == (str(tmp_path / "toy-2"), "step-000005")
     mine = str(tmp_path / "mine")
-    assert evaluate.choose_folder(cfg, previous=mine) == (mine, "")  # the attempt before wrote no checkpoint
+    assert evaluate.choose_folder(cfg, previous=mine) == (mine, "step-000001")
+    assert evaluate.choose_folder(cfg, previous=str(tmp_path / "toy")) == (str(tmp_path / "toy"), "")  # none written
 
 
 # -- records
@@ -323,13 +347,14 @@ class Silence:
         return [(1, [["generate", 1, 1.0, 0.5, {}]])]
 
 
-STATS = {"logprob_gap": 0.0}
+STATS = {"logprob_gap": None}
+ME = train.Rank(0, 2, 1, torch.device("cpu"), torch.float32)
 
 
 def test_a_resumed_run_continues_its_files_without_a_gap_or_a_repeat(tmp_path):
     one = Records(tmp_path, 0, True, 6, 0, {})
-    one.open(Config(), {}, 1, 2)
-    one.begin(None, 0)
+    one.open(Config(), ME, {})
+    one.begin(None, 0, Silence())
     for step in range(4):
         one.step(step, [group([1.0, 0.0])], STATS, 0.1, 0, Silence())
         if step == 1:
@@ -339,8 +364,8 @@ def test_a_resumed_run_continues_its_files_without_a_gap_or_a_repeat(tmp_path):
     one.trace.write('{"name": "ha')
     one.trace.flush()
     two = Records(tmp_path, 0, True, 6, 2, kept)
-    two.open(Config(), {}, 1, 2)
-    two.begin(None, 2)
+    two.open(Config(), ME, {})
+    two.begin(None, 2, Silence())
     for step in range(2, 6):
         two.step(step, [group([1.0, 0.0])], STATS, 0.1, 0, Silence())
     two.trained()
@@ -351,12 +376,21 @@ def test_a_resumed_run_continues_its_files_without_a_gap_or_a_repeat(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())
     assert sum(event["name"] == "generate" for event in events) == 9  # what the killed attempt did did happen
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["groups"] == 32
+    # A finished run that is given more steps: its closing lines go, its events stay.
+    three = Records(tmp_path, 0, True, 7, 6, two.state())
+    three.open(Config(), ME, {})
+    three.begin(None, 6, Silence())
+    three.step(6, [group([1.0, 0.0])], STATS, 0.1, 0, Silence())
+    three.trained()
+    three.finish(None, 2, "transformers", Silence())
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert sum(event["name"] == "generate" for event in events) == 11
 
 
 def test_warnings_for_what_silently_spoils_a_run(tmp_path, capsys):
     records = Records(tmp_path, 0, True, 9, 0, {})
-    records.open(Config(), {}, 1, 2)
-    records.begin(None, 0)
+    records.open(Config(), ME, {})
+    records.begin(None, 0, Silence())
     records.step(0, [group([1.0, 0.0])], STATS, 0.1, 0, Silence())
     assert "warning:" not in capsys.readouterr().out
     records.step(1, [group([1.0, 0.0], finish="length")], STATS, 0.1, 0, Silence())
@@ -364,9 +398,9 @@ def test_warnings_for_what_silently_spoils_a_run(tmp_path, capsys):
     for step in (2, 3):
         records.step(step, [group([1.0, 1.0])], STATS, 0.1, 0, Silence())
     assert "nothing to learn" not in capsys.readouterr().out
-    records.step(4, [group([1.0, 1.0])], {"logprob_gap": 0.5}, 0.1, 0, Silence())
+    records.step(4, [group([1.0, 1.0])], {"logprob_gap": 0.5, "skipped_updates": 2}, 0.1, 0, Silence())
     out = capsys.readouterr().out
-    assert "nothing to learn" in out and "disagree by 0.500" in out
+    assert "nothing to learn" in out and "disagree by 0.500" in out and "2 updates of step 4 had no finite" in out
 
 
 def test_rewards_are_scaled_and_clipped():
