@@ -234,7 +234,9 @@ sync.StalenessQueue.take = take
     assert re.match(r"\[rank 0, trainer\] StalenessError: step \d+: trajectory", first_error(one.text())), one.text()
 
 
-@pytest.mark.parametrize("staleness, window, dtype", [(0, 1, "float32"), (4, 9, "bfloat16")])
+@pytest.mark.parametrize("staleness, window, dtype", [
+    (0, 1, "float32"), pytest.param(4, 9, "bfloat16", marks=pytest.mark.slow),
+])
 def test_synchronous_windowed_and_bfloat16_are_the_same_code(job, tmp_path, warm_runs, staleness, window, dtype):
     name = f"eta{staleness}"
     one = job(*SMALL, "--dtype", dtype, "--max_staleness", staleness, "--window", window, "--eval_problems", 0,
@@ -261,6 +263,7 @@ def test_eight_ranks(job, warm_runs):
     assert len(rows(warm_runs / "eight")) == 4
 
 
+@pytest.mark.slow
 def test_own_data_in_both_formats(job, warm_runs, tmp_path):
     # The toy model's words, from a file: the real path of a user's own data, with a folder as the model.
     source = job(*SMALL, "--steps", 1, "--eval_problems", 0, "--runs_dir", warm_runs, "--run_name", "source")
