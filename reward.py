@@ -282,7 +282,7 @@ def quick_verdict(response: str, solutions: tuple[str, ...]) -> Verdict | None:
 BASE = re.compile(r"\(?(\d[0-9A-Z]*)\)?_\{(\d\d?)\}")
 UNIT = re.compile(r"""([^A-Za-z]*|[^A-Za-z]*\\(?:frac|sqrt|pi)\b.*)(?<=[\d})i])
     (?!.*\b(?:or|and|than|not|[mb]illion)\b)(?:(%|\^\\circ|[^\x00-\x7f]+)|\ ?\\text\{([^{}]+)\}|\ ([A-Za-z]{2,}))
-    ((?:\^\{\d\})?)\ ?""", re.VERBOSE)
+    ((?:\^\{\d\})?)\ ?""", re.VERBOSE)  # fmt: skip
 SCALES = {"%": "/100", r"^\circ": r"\cdot \frac{\pi}{180}"}
 Reading = namedtuple("Reading", "text value unit", defaults=(None, ""))  # canonical; sympy, None for words; or ""
 
