@@ -307,6 +307,31 @@ def test_the_toy_learns(job, tmp_path, seed):
     assert seconds < 180
 
 
+def test_weights_that_arrive_wrong_end_the_job(job, tmp_path, warm_runs):
+    script = patched(tmp_path, """
+import sync
+real = sync._word_sum  # what a generator computes over the tensors that it has just loaded
+def spoil(tensor):
+    if RANK == 1 and tensor.shape == (64,):
+        tensor[5] += 1e-6
+    return real(tensor)
+sync._word_sum = spoil
+""")
+    one = job(*SMALL, "--runs_dir", warm_runs, "--run_name", "wrong", script=script)
+    assert one.wait() != 0
+    error = first_error(one.text())
+    assert error.startswith("[rank 0, trainer] RuntimeError: generator rank 1 holds other weights"), one.text()
+    assert not one.members()
+
+
+def test_a_refusal_is_one_sentence_said_once(job, tmp_path):
+    one = job("--lr", "nan", "--runs_dir", tmp_path / "runs")
+    assert one.wait(60) != 0
+    assert one.text().count("train.py: lr must be a finite number, not nan") == 1
+    assert "RuntimeError" not in one.text() and "in main\n    cfg" not in one.text()
+    assert not (tmp_path / "runs").exists()
+
+
 def test_one_rank_and_no_launcher_are_refused_with_what_to_type(job, tmp_path):
     one = job(ranks=1)
     assert one.wait(60) != 0
