@@ -72,7 +72,7 @@ class Config:
     eval_data: str = _("", "JSONL file of held-out problems; empty: set apart from data by a hash")
     chat: bool = _(False, "render prompts with the tokenizer's chat template; false: verbatim")
     seed: int = _(1, "of data order, mini-batches, sampling, toy", 0)
-    steps: int = _(30, "train steps (weight versions)", 1, free=True)
+    steps: int = _(40, "train steps (weight versions)", 1, free=True)
     # roles and engine
     trainers: int = _(0, "ranks that train, the others generate; 0: half of them", 0, free=True)
     engine: str = _("auto", "auto or transformers", free=True)
