@@ -120,6 +120,11 @@ class Records:
             self.trace.write(json.dumps(event) + ",\n")
         self.trace.flush()
 
+    def collect_events(self, dispatcher) -> None:
+        """What this rank and all others did since the last time."""
+        for rank, events in [(self.rank, self.take_events()), *dispatcher.take_events()]:
+            self.write_events(rank, events)
+
     def name_tracks(self, trainers: int, world: int) -> None:
         for rank in range(world):
             name = f"rank {rank}, {'trainer' if rank < trainers else 'generator'}"
@@ -128,12 +133,15 @@ class Records:
 
     # -- the run
 
+    def _write_row(self, row: dict) -> None:
+        with open(self.metrics, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
     def supervised(self, row: dict) -> None:
         """One optimiser step of objective sft."""
         row = {**row, "seconds": round(self.kept["seconds"] + time.time() - self.begun, 3)}
         if self.root:
-            with open(self.metrics, "a") as file:
-                file.write(json.dumps(row) + "\n")
+            self._write_row(row)
             if row["step"] % 10 == 9 or row["step"] + 1 == self.steps:
                 self.say(f"step {row['step'] + 1}/{self.steps}  loss {row['loss']:.4f}  {row['seconds']:.0f} s")
 
@@ -207,11 +215,8 @@ class Records:
         self.kept["answers"] += batch["answers"]
         self.kept["max_staleness"] = max(self.kept["max_staleness"], batch["staleness_max"])
         self.kept["rejected"] = dispatcher.queue.rejected
-        with open(self.metrics, "a") as file:
-            file.write(json.dumps(row) + "\n")
-        self.write_events(self.rank, self.take_events())
-        for rank, events in dispatcher.take_events():
-            self.write_events(rank, events)
+        self._write_row(row)
+        self.collect_events(dispatcher)
         self._warn(row)
         if self.bar is not None:
             self.bar.set_postfix(pass_rate=f"{row['pass_rate']:.2f}", staleness=f"{row['staleness_mean']:.1f}",
@@ -252,9 +257,7 @@ class Records:
         """summary.json and the last table."""
         if self.bar is not None:
             self.bar.close()
-        self.write_events(self.rank, self.take_events())
-        for rank, events in dispatcher.take_events():
-            self.write_events(rank, events)
+        self.collect_events(dispatcher)
         self._close_trace()
         before, kept = self.kept["before"], self.kept
         summary = {
