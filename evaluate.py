@@ -42,7 +42,7 @@ from tqdm import tqdm
 import toy
 from packing import Trajectory, batch_stats
 from reward import Problem, encode_problems, hold_out, load_demonstrations, load_problems
-from rollout import load_tokenizer
+from toy import load_tokenizer
 
 
 def pass_at_1(shares: list[dict]) -> dict:
@@ -350,16 +350,18 @@ def demonstrations(cfg, tokenizer) -> tuple[list[Trajectory], str, int]:
 
 def derive(cfg, me, sizes: dict) -> dict:
     """What follows from the configuration: for config.yaml and the first lines on the terminal."""
-    generators = list(range(me.trainers, me.world))
+    servers, helpers = me.servers(cfg.generator_tp)
     found = f"{torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "no GPU"
     lines = {
-        "ranks": f"{me.world}: trainers {list(range(me.trainers))}, generators {generators}",
+        "ranks": f"{me.world}: trainers {list(range(me.trainers))}, generators {servers}"
+                 f"{f', their tensor-parallel helpers {list(helpers)}' if helpers else ''}",
         "device": f"{me.device.type} ({cfg.device}: {found}), compute in {me.dtype}, weights and Adam in float32",
     }
-    if generators:
+    if servers:
         sequences = cfg.groups * cfg.answers
         lines |= {
-            "engine": f"transformers ({cfg.engine}: the one engine built in), {cfg.slots} groups in flight a generator",
+            "engine": f"{cfg.engine} ({me.why}), {cfg.slots} groups in flight a generator, which an update "
+                      f"{'interrupts' if cfg.interrupt else 'waits for'}",
             "batch": f"{cfg.groups} groups x {cfg.answers} answers = {sequences} sequences, {cfg.minibatches} "
                      f"mini-batches of {sequences // cfg.minibatches}, micro-batches of {cfg.microbatch_tokens} tokens",
             "staleness": f"at most {cfg.max_staleness}: {cfg.groups} x ({cfg.max_staleness} + 1) groups are started "
@@ -399,6 +401,16 @@ def choose_folder(cfg, previous: str = "") -> tuple[str, str]:
     return str(folder), ""
 
 
+def choose_run(cfg, channel, cuda: bool) -> tuple[str, str, bool, str, str]:
+    """What one rank decides for all: `choose_folder`, after a look at what earlier attempts of this job chose; whether
+    a warm start is kept; the engine, and why."""
+    earlier = [f"boba/{attempt}/world/run" for attempt in reversed(range(channel.attempt))]  # newest first
+    found = (json.loads(channel.store.get(key))[0] for key in earlier if channel.store.check([key]))
+    previous = next((folder for folder in found if folder), "")  # an attempt may have died before it chose one
+    engine = toy.choose_engine(cfg.engine, cuda) if cfg.objective == "rl" else ("", "")
+    return (*choose_folder(cfg, previous), (warm_folder(cfg) / "config.json").is_file(), *engine)
+
+
 def training_state(policy, optimizer) -> dict:
     model, optim = get_state_dict(policy, optimizer)
     return {"model": model, "optim": optim, "random": torch.get_rng_state()}
@@ -435,6 +447,8 @@ def read_state(checkpoint: Path, cfg, fingerprint: str) -> dict:
 
 
 def load_checkpoint(me, policy, optimizer) -> None:
+    if me.checkpoint is None:
+        return
     state = training_state(policy, optimizer)
     dcp.load(state, checkpoint_id=me.checkpoint, process_group=me.trainer_group)
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])

@@ -1,4 +1,5 @@
-"""Trajectories, packing into one row without padding, and the plan of a train step: who trains what.
+"""Trajectories, packing into one row without padding, the plan of a train step (who trains what), and the layout of
+weights in buckets.
 
 Left out on purpose:
 - padding: trajectories are laid end to end in one row of T tokens and told apart by `positions`, which restart at 0. No
@@ -19,7 +20,7 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -362,3 +363,41 @@ def batch_stats(groups: Sequence[dict], version: int) -> dict:
         "loss_tokens": int(lengths.sum()),
         "verdicts": dict(sum((Counter(group["verdicts"]) for group in groups), Counter())),
     }
+
+
+# -- Weights, which cross ranks in flat buckets ------------------------------------------------------------------------
+
+ALIGN = 16  # bytes; keeps every tensor of a bucket viewable as 64-bit words
+
+
+def manifest(named: Iterable[tuple]) -> list[list]:
+    """[[name, shape], ...] of what an update carries; both sides must agree before the first one."""
+    return [[name, list(tensor.shape)] for name, tensor in named]
+
+
+def check_manifest(sent: list[list], held: list[list], rank: int) -> None:
+    """Refuse to start if the generator's parameters are not the trainer's, order included: buckets are laid out in it,
+    so tensors of equal shape would get each other's values."""
+    if sent != held:
+        ours, theirs = ([entry for entry in a if entry not in b][:3] for a, b in ((sent, held), (held, sent)))
+        raise RuntimeError(f"generator rank {rank} and the trainer hold different models: only the trainer has "
+                           f"{ours}, only the generator {theirs}, or the order differs")
+
+
+def buckets(named: list[tuple], dtype, bucket_bytes: int, align: int = ALIGN) -> list[list[tuple]]:
+    """Pure function of names, shapes and dtype, so no layout is sent: [[(name, tensor, offset), ...], ...], offsets in
+    elements, each tensor aligned to `align` bytes (SGLang's layout has no gaps: the size of the dtype). A tensor larger
+    than `bucket_bytes` has a bucket to itself."""
+    size, align = dtype.itemsize, align // dtype.itemsize
+    result, end = [[]], 0
+    for name, tensor in named:
+        if result[-1] and (end + tensor.numel()) * size > bucket_bytes:
+            result.append([])
+            end = 0
+        result[-1].append((name, tensor, end))
+        end += -(-tensor.numel() // align) * align
+    return result
+
+
+def bucket_numel(bucket: list[tuple]) -> int:
+    return bucket[-1][2] + bucket[-1][1].numel()  # offset and size of its last tensor

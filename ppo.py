@@ -5,8 +5,8 @@ Left out on purpose:
 - a reference model, KL penalty and entropy bonus: their coefficient is zero in this recipe;
 - a mean anywhere: every function returns or sums per-token terms, and the caller divides once by the number of loss
   tokens of the whole mini-batch over all ranks. A mean per micro-batch would make the gradient depend on the packing;
-- ranks: whatever must be summed over trainer ranks goes through the one argument `all_reduce`, a function that sums a
-  float64 tensor in place over them (None: a single rank).
+- ranks: FSDP2 has its group (`shard`), and whatever else must be summed over trainer ranks goes through one argument,
+  `all_reduce`, a function that sums a float64 tensor in place over them (None: a single rank).
 
 Rows are packed as in `packing.py`: T tokens, entry i belongs to token i, trajectory i is [starts[i], starts[i + 1]),
 `mask` marks the loss tokens. Whatever stands at other positions, nan included, changes neither results nor gradients.
@@ -23,12 +23,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from packing import Packed, Trajectory, pack, plan_step, sft_batches
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far beyond any useful ratio, and its square is still finite in float32
 LOGITS_BUDGET = 2**26  # elements of one chunk of logits: 256 MiB in float32, 441 rows at a vocabulary of 151,936
+
+
+def scaled_reward(cfg, reward: float) -> float:
+    """(reward + bias) x scaling, clipped: +5 / -5 by default."""
+    return max(-cfg.reward_clip, min(cfg.reward_clip, (reward + cfg.reward_bias) * cfg.reward_scaling))
 
 
 def gae(rewards, mask, starts, values=None, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
@@ -281,6 +288,44 @@ class Policy(nn.Module):
                                     use_cache=False).last_hidden_state[0]  # [T, H]
         head = self.lm.get_output_embeddings().weight
         return token_logprobs(hidden, head, tokens, positions, mask, temperature=self.temperature)
+
+
+def shard(lm: nn.Module, temperature: float, group, device, dtype: torch.dtype) -> Policy:
+    """`lm` as a Policy under FSDP2 over `group`, compute in `dtype`. ValueError if its logits are not simply head times
+    hidden state, as `token_logprobs` computes them."""
+    config = lm.config.get_text_config()
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, name, None):
+            raise ValueError(f"scales its logits by {name}, which log-probabilities from hidden states ignore")
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError("adds a bias to its logits, which log-probabilities from hidden states ignore")
+    policy = Policy(lm, temperature)
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("trainers",))
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in lm.modules():
+        if type(module).__name__ in (lm._no_split_modules or ()):
+            fully_shard(module, mesh=mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=mesh, mp_policy=mixed)
+    return policy
+
+
+def build_optimizer(cfg, policy: nn.Module, lr: float) -> torch.optim.AdamW:
+    matrices = [p for p in policy.parameters() if p.ndim >= 2]
+    vectors = [p for p in policy.parameters() if p.ndim < 2]  # norms and biases are not decayed
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+
+
+@torch.no_grad()
+def probe(policy: Policy, ids: list[int], device) -> list[float]:
+    """log p(token | tokens before it) of `ids` without the first, at temperature 1: what any engine says about a
+    prompt. All ranks call it, for under FSDP2 a forward is a collective."""
+    tokens, mask = torch.tensor(ids, device=device), torch.ones(len(ids), dtype=torch.bool, device=device)
+    mask[0] = False
+    kept, policy.temperature = policy.temperature, 1.0
+    logprobs, _ = policy(tokens, torch.arange(len(ids), device=device), mask)
+    policy.temperature = kept
+    return logprobs[1:].tolist()
 
 
 @dataclass

@@ -1,10 +1,13 @@
-"""Generators: engines that sample, workflows that turn a problem into trajectories, and the loop of a generator rank.
+"""Generators: the SGLang engine, workflows that turn a problem into trajectories, and the loop of a generator rank.
 
-An engine is anything with this protocol, and with `name`, `version`, `dtype` and `tokenizer` (no base class):
+An engine is anything with this protocol, and with `name`, `tokenizer` and `version` (no base class; the other one is
+`toy.TransformersEngine`, for machines on which SGLang does not run):
 
-    generate(token_ids, max_new_tokens) -> Generation     tokens, logprobs and versions, one of each a token
-    pause(), load(version, fn), resume(), close()         a weight update interrupts what is being decoded
-    parameters()                                          what an update fills, in the trainer's order
+    start(), watch(), close()                  watch() returns only by raising: the engine is broken
+    generate(token_ids, max_new_tokens)        -> Generation: tokens, logprobs and versions, one of each a token
+    parameters(), connect(first)               names and shapes that an update fills; what the first update says
+    pause(interrupt), load(version), resume()  a weight update, from the trainer's notice to the next token
+    proof()                                    what shows the trainer that the weights have arrived
 
 An update in the middle of an answer keeps the partial answer with its log-probabilities and versions, throws the KV
 cache away and decodes the rest from prompt + partial under the new weights. A piece that was cut this way is never
@@ -14,56 +17,33 @@ A workflow is one async function `(problem, engine, score) -> [Trajectory, ...]`
 most runs need. Token ids from the engine reach the trainer untouched; nothing is tokenised again.
 
 Left out, and why: no dynamic batching of our own (continuous batching is the engine's job), no top-p / top-k / penalty
-when sampling for training (the returned log-probability would not be the policy's), no speculative decoding.
+when sampling for training (the returned log-probability would not be the policy's), no speculative decoding, no
+restart of a dead server (the attempt ends, and torchrun's next one starts new servers).
 
-    pytest tests/test_rollout.py
+    pytest tests/test_rollout.py tests/test_sglang.py
 """
 
 import asyncio
 import dataclasses
-import threading
+import hashlib
+import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+import yaml
 
-import toy
-from packing import Trajectory, problem_of_ticket
+from packing import Trajectory, buckets, check_manifest, manifest, problem_of_ticket
 from reward import Problem, Scorer, Verdict
-from sync import Channel, admission_limit, check_manifest, manifest, receive_weights
+from sandbox import Server, clean_environment, sweep_shared_memory
+from sync import SERVER_GROUP, Channel, admission_limit
 
-# -- Models and tokenizers ---------------------------------------------------------------------------------------------
-
-
-def load_tokenizer(model: str):
-    return toy.build_tokenizer() if model == "toy" else AutoTokenizer.from_pretrained(model)
-
-
-def empty_model(model: str, dtype: torch.dtype, seed: int):
-    """The architecture alone: a generator's weights come as the first update, like any other."""
-    if model == "toy":
-        return toy.build_model(seed, dtype)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
-
-
-def stop_ids(model: str, tokenizer) -> list[int]:
-    """Tokens that end an answer: the tokenizer's, and those of the model's folder (chat models have several)."""
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if model != "toy":
-        try:
-            more = GenerationConfig.from_pretrained(model).eos_token_id
-        except OSError:  # the folder has no generation_config.json
-            more = AutoConfig.from_pretrained(model).eos_token_id
-        ids += more if isinstance(more, list) else [] if more is None else [more]
-    if not ids:
-        raise ValueError(f"{model}: neither model nor tokenizer names an end-of-sequence token, so no answer would end")
-    return sorted(set(ids))
-
-
-# -- Engine: transformers' continuous batching -------------------------------------------------------------------------
+# -- What all engines share --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -77,192 +57,230 @@ class Generation:
     interruptions: int = 0  # weight updates that fell into it
 
 
-@dataclasses.dataclass
-class _Piece:
-    """One request to the continuous batching manager: all its tokens are of one version."""
+def check_request(token_ids: list[int], budget: int, vocabulary: int, longest: int, sampling: dict) -> None:
+    """ValueError for what an engine must never see: one id outside the vocabulary ends a whole SGLang server."""
+    if sampling:
+        raise ValueError(f"{min(sampling)}: a request sets max_new_tokens only; filters and penalties would make the "
+                         f"log-probabilities another distribution's, temperature and stop tokens are the run's")
+    outside = [i for i in token_ids if not 0 <= i < vocabulary]
+    if outside or not token_ids:
+        raise ValueError(f"the model has no token {outside[0]}: its vocabulary ends at {vocabulary - 1}" if outside
+                         else "a prompt without tokens cannot be continued")  # fmt: skip
+    if budget < 1 or len(token_ids) + budget > longest:
+        raise ValueError(f"a prompt of {len(token_ids)} tokens and {budget} new ones do not fit into the {longest} "
+                         f"that the engine was started for (max_prompt_tokens + max_new_tokens)")  # fmt: skip
 
-    future: asyncio.Future
-    latest: object = None  # the newest GenerationOutput that was streamed for it
+
+class Gate:
+    """Counts the requests inside an engine. Shut until there are weights, and while answers finish before an update
+    that may not interrupt them."""
+
+    def __init__(self):
+        self.open, self.empty, self.inside = asyncio.Event(), asyncio.Event(), 0
+
+    async def __aenter__(self) -> None:
+        while not self.open.is_set():
+            await self.open.wait()
+        self.inside += 1
+
+    async def __aexit__(self, *error) -> None:
+        self.inside -= 1
+        self.empty.set()
+
+    async def drain(self) -> None:
+        self.open.clear()
+        while self.inside:
+            self.empty.clear()
+            await self.empty.wait()
 
 
-class TransformersEngine:
-    """Samples with transformers' continuous batching (paged cache); runs on any machine.
+# -- Engine: an SGLang server ------------------------------------------------------------------------------------------
 
-    The manager has a generation thread of its own. A second thread here, the pump, takes its streamed results; during
-    an update the pump holds the manager's pause, so that draining the results, loading the weights and cancelling the
-    interrupted requests all happen while the generation thread stands still.
+HEALTH_EVERY = 5.0  # seconds between two looks at a server
+# Settings of the server that a user may not give: boba's own, and what would make its log-probabilities another
+# distribution's than the policy's.
+REFUSED = ("api-key", "base-gpu-id", "context-length", "device", "dtype", "host", "load-format", "model-path", "port",
+           "nccl-port", "skip-tokenizer-init", "tp-size", "speculative", "sampling", "quantization", "lora",
+           "json-model-override")  # fmt: skip
 
-    Every update cancels every request and each is submitted again with what it has so far: the cache holds keys and
-    values of the old weights. For the same reason prefix sharing is off (`allow_block_sharing=False`): shared blocks
-    would survive the update.
+
+class SGLangEngine:
+    """One SGLang server of one generator rank, on loopback, with the weights of the trainer.
+
+    The server starts with random weights and without a tokenizer: token ids go in, token ids and log-probabilities
+    come out. Updates reach its workers over a process group of theirs and trainer rank 0; what they are told about each
+    comes from here. It keeps interrupted answers itself (pause in retract mode) and says which version made which
+    tokens (`weight_versions`).
+
+    `parameters`: [(name, meta tensor), ...] of the model, as an update fills them. `settings`: of the server, by the
+    names of its command line; `more`: the user's. `who`: for messages. Deadlines in seconds.
     """
 
-    name = "transformers"
+    name = "sglang"
 
-    def __init__(self, model, tokenizer, *, temperature: float, max_new_tokens: int, max_prompt_tokens: int,
-                 stop_ids: list[int], batch_tokens: int, cache_bytes: int, seed: int, timeout_s: float):  # fmt: skip
-        self.model, self.tokenizer, self.dtype = model.eval(), tokenizer, model.dtype
-        self.max_new_tokens, self.stop_ids, self.timeout_s = max_new_tokens, set(stop_ids), timeout_s
+    def __init__(self, parameters, tokenizer, *, who: str, folder: Path, settings: dict, more: dict, temperature: float,
+                 max_new_tokens: int, max_prompt_tokens: int, vocabulary: int, stop_ids: list[int],
+                 startup_timeout: float, update_timeout: float, health_timeout: float):  # fmt: skip
+        self._parameters, self.tokenizer, self.who, self.folder = parameters, tokenizer, who, folder
+        self.max_new_tokens, self.vocabulary, self.longest = (
+            max_new_tokens, vocabulary, max_prompt_tokens + max_new_tokens)  # fmt: skip
+        self.startup_timeout, self.update_timeout, self.health_timeout = startup_timeout, update_timeout, health_timeout
+        # Filters are off even where the model's folder asks for some: the log-probability must be the policy's.
+        self.sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
+                         "presence_penalty": 0.0, "repetition_penalty": 1.0, "stop_token_ids": stop_ids}  # fmt: skip
+        self.settings = {
+            "tp-size": 1, "load-format": "dummy", "skip-tokenizer-init": True, "skip-server-warmup": True,
+            "host": "127.0.0.1", "api-key": secrets.token_hex(16), "context-length": self.longest + 1,
+            "enable-priority-scheduling": True, "default-priority-value": 0,  # a probe must not queue
+            "log-level-http": "warning",
+            **settings,
+        }  # fmt: skip
+        if self.settings["device"] == "cpu":  # what SGLang does where it has no kernels of its own
+            self.settings |= {"attention-backend": "torch_native", "disable-overlap-schedule": True}
+            self.settings |= {"sleep-on-idle": True}
+        for name, value in more.items():
+            plain = name.lstrip("-").replace("_", "-")
+            if any(word in plain if word not in ("port", "host", "device") else word == plain for word in REFUSED):
+                raise ValueError(f"engine_args may not set {name}: it is the job's to set, or log-probabilities would "
+                                 f"not be the policy's any more")  # fmt: skip
+            self.settings[plain] = value
+        self.gate = Gate()
         self.version = -1  # no weights yet
-        page = 64
-        config, size = model.config.get_text_config(), model.dtype.itemsize
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        block_bytes = 2 * page * config.num_hidden_layers * heads * width * size
-        longest = -(-(max_prompt_tokens + max_new_tokens) // page)
-        blocks = min(cache_bytes // block_bytes, longest * batch_tokens)
-        if blocks < longest:
-            raise ValueError(
-                f"one answer of {max_prompt_tokens} + {max_new_tokens} tokens needs {longest} cache blocks of "
-                f"{block_bytes} bytes and only {blocks} fit into {cache_bytes} bytes: raise cache_gb"
-            )
-        # Everything but the temperature is off: the log-probability must be that of the policy that is trained.
-        self.manager = model.init_continuous_batching(
-            generation_config=GenerationConfig(
-                do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
-                eos_token_id=sorted(self.stop_ids), pad_token_id=min(self.stop_ids),
-            ),  # fmt: skip
-            continuous_batching_config=ContinuousBatchingConfig(
-                page_size=page, num_blocks=int(blocks), max_batch_tokens=batch_tokens, allow_block_sharing=False,
-                return_logprobs=True, seed=seed,
-            ),  # fmt: skip
-        )
-        filters = {type(p).__name__ for p in self.manager.model._get_logits_processor(self.manager.generation_config)}
-        if filters - {"TemperatureLogitsWarper"}:
-            raise RuntimeError(f"sampling would be filtered by {filters}: log-probabilities would not be the policy's")
-        self._pieces: dict[str, _Piece] = {}
-        self._loaded = asyncio.Event()  # set once there are weights; nothing is submitted before
-        self._loop = asyncio.get_running_loop()
-        self._pause_asked: asyncio.Future | None = None
-        self._resume = threading.Event()
-        self._closing = False
-        self._counter = 0
-        self.manager.start()
-        self._pump_thread = threading.Thread(target=self._pump, daemon=True, name="pump")
-        self._pump_thread.start()
+        self.first: dict = {}  # what the first update said
+        self.joined, self.sessions, self.paused, self.pauses, self.changed = False, True, False, 0, False
+        self.checksums: list[dict] = []  # of the served tensors, one for each worker
+        self.seconds: Counter = Counter()  # parts of the last update
+
+    # -- the server
+
+    async def start(self) -> None:
+        """Start the server and wait until it generates. Raises with the end of its log if it does not."""
+        sweep_shared_memory()
+        folder = self.folder.resolve()
+        (folder / "tmp").mkdir(parents=True, exist_ok=True)
+        environment = clean_environment(SGLANG_HEALTH_CHECK_TIMEOUT=str(int(self.health_timeout)))
+        if len(str(folder)) < 80:  # its sockets lie there, and the path of a socket has to be short
+            environment["TMPDIR"] = str(folder / "tmp")
+        if self.settings["device"] == "cpu":
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
+
+        def command(port: int, nccl_port: int) -> list[str]:
+            config = folder / "server.yaml"
+            config.touch(mode=0o600)  # it holds the key
+            config.write_text(yaml.safe_dump(self.settings | {"port": port, "nccl-port": nccl_port}))
+            return ["-m", "sglang.launch_server", "--config", str(config)]
+
+        key = {"Authorization": f"Bearer {self.settings['api-key']}"}
+        self.server = Server(f"SGLang server of {self.who}", self.folder / "server.log", "/health_generate", key)
+        await self.server.start(command, environment, self.startup_timeout)
+        self.checksums = await self._checksums()
+
+    async def watch(self) -> None:
+        """Raises once the server has ended, or made no token for `health_timeout` seconds when asked. It is not asked
+        between pause and resume, where it may not make any and the deadline of the update holds."""
+        await self.server.watch(HEALTH_EVERY, self.health_timeout, lambda: (self.paused, self.pauses))
+
+    async def close(self) -> None:
+        await self.server.close()
+        sweep_shared_memory()
 
     # -- generation
 
-    async def generate(self, token_ids: list[int], max_new_tokens: int | None = None) -> Generation:
-        """Sample one answer. The only place where an answer grows: tokens, log-probabilities and versions together."""
-        budget = max_new_tokens or self.max_new_tokens
-        answer = Generation()
-        while True:
-            output, version, finished = await self._piece(list(token_ids) + answer.tokens, budget - len(answer.tokens))
-            if output is not None:
-                if len(output.logprobs) != len(output.generated_tokens):
-                    raise RuntimeError(f"{len(output.generated_tokens)} tokens, {len(output.logprobs)} log-probs")
-                answer.tokens += output.generated_tokens
-                answer.logprobs += output.logprobs
-                answer.versions += [version] * len(output.generated_tokens)
-            if finished:
-                answer.finish_reason = "stop" if answer.tokens[-1] in self.stop_ids else "length"
-                return answer
-            answer.interruptions += bool(answer.tokens)
-
-    async def _piece(self, token_ids: list[int], budget: int):
-        """(output, version, finished): decode until the answer ends or an update interrupts it."""
-        await self._loaded.wait()
-        self._counter += 1
-        name, version = f"r{self._counter}", self.version
-        piece = self._pieces[name] = _Piece(self._loop.create_future())
-        if self.manager.add_request(token_ids, name, max_new_tokens=budget, streaming=True) is None:
-            raise RuntimeError("the generation thread is gone") from self._fatal()
-        finished = await piece.future
-        return piece.latest, version, finished
-
-    def _fatal(self):
-        return self.manager.background_thread_status.fatal_error
-
-    # -- the pump thread
-
-    def _pump(self) -> None:
-        try:
-            while not self._closing:
-                if self._pause_asked is not None:
-                    self._hold()
-                output = self.manager.get_result(timeout=0.02)
-                if output is not None:
-                    self._note(output)
-                elif not self.manager.is_running() and not self._closing:
-                    raise RuntimeError(f"the generation thread stopped: {self._fatal()}")
-        except BaseException as error:
-            self._call(self._break, error)
-
-    def _call(self, fn, *args) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(fn, *args)
-
-    def _break(self, error: BaseException) -> None:
-        """The engine is broken: everybody who waits for it gets the error."""
-        futures = [piece.future for piece in self._pieces.values()]
-        if self._pause_asked is not None:
-            futures.append(self._pause_asked)
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
-
-    def _note(self, output) -> None:
-        piece = self._pieces.get(output.request_id)
-        if piece is None:
-            return  # of a request that an update cancelled: its last step ran on the old cache
-        if output.error is not None:
-            raise RuntimeError(f"continuous batching: {output.error}")
-        piece.latest = output
-        if output.is_finished():
-            del self._pieces[output.request_id]
-            self._call(_resolve, piece.future, True)
-
-    def _hold(self) -> None:
-        """Stand still from `pause` to `resume`. All results of the old weights are noted before anything is cut."""
-        with self.manager.pause():
-            while (output := self.manager.get_result(timeout=0)) is not None:
-                self._note(output)
-            self._call(_resolve, self._pause_asked, None)
-            self._pause_asked = None
-            self._resume.wait()
-            self._resume.clear()
-            # All of them, also those that were submitted meanwhile: `version` is new by now, and whoever submits from
-            # here on has read it; whoever read the old one is in the list and has not run yet.
-            interrupted, self._pieces = self._pieces, {}
-            for name, piece in interrupted.items():
-                self.manager.cancel_request(name)
-                self._call(_resolve, piece.future, False)
-            self._call(self._loaded.set)
+    async def generate(self, token_ids: list[int], max_new_tokens: int | None = None, **sampling) -> Generation:
+        """Sample one answer. It has no deadline of its own: trainer 0 has one for the batch."""
+        budget = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        check_request(token_ids, budget, self.vocabulary, self.longest, sampling)
+        body = {"input_ids": list(token_ids), "return_logprob": True,
+                "sampling_params": self.sampling | {"max_new_tokens": budget}}  # fmt: skip
+        async with self.gate:
+            reply = await self.server.post("/generate", body)
+        meta, answer = reply["meta_info"], Generation(tokens=reply["output_ids"])
+        answer.logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+        for span in meta.get("weight_versions") or [{"version": meta["weight_version"], "end": len(answer.tokens)}]:
+            answer.versions += [int(span["version"])] * (span["end"] - len(answer.versions))
+        answer.finish_reason, answer.interruptions = meta["finish_reason"]["type"], len(set(answer.versions)) - 1
+        if answer.finish_reason not in ("stop", "length"):
+            raise self.server.error(f"cut an answer off: {meta['finish_reason']}")
+        if not len(answer.tokens) == len(answer.logprobs) == len(answer.versions):
+            raise self.server.error(f"sent {len(answer.tokens)} tokens, {len(answer.logprobs)} log-probabilities and "
+                                    f"{len(answer.versions)} versions")  # fmt: skip
+        return answer
 
     # -- updates
 
-    async def pause(self) -> None:
-        """Returns once nothing is being decoded. Answers under way keep what they have."""
-        self._pause_asked = future = self._loop.create_future()
-        try:
-            await asyncio.wait_for(asyncio.shield(future), self.timeout_s)
-        except TimeoutError:
-            raise TimeoutError(f"continuous batching did not pause within {self.timeout_s:.0f} s") from None
-
-    async def load(self, version: int, fn: Callable[[list], int]) -> int:
-        """Run `fn(named parameters)`, which fills them in place, while paused; returns what it returns."""
-        checksum = await asyncio.to_thread(fn, self.parameters())
-        self.version = version
-        return checksum
-
-    def resume(self) -> None:
-        """Go on; interrupted answers are submitted again under the weights that are loaded now."""
-        self._resume.set()
-
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self.model.named_parameters())  # tied weights appear once
+        return self._parameters
 
-    def close(self) -> None:
-        self._closing = True
-        self._resume.set()
-        self._pump_thread.join(5)
-        self.manager.stop(block=True, timeout=5, hard_stop=True)
+    def connect(self, first: dict) -> None:
+        self.first, dtype = first, getattr(torch, first["dtype"])
+        self.buckets = buckets(self._parameters, dtype, first["bucket_bytes"], align=dtype.itemsize)
 
+    async def pause(self, interrupt: bool = True) -> None:
+        """Returns once nothing is being decoded: answers under way are cut or, without `interrupt`, complete."""
+        self.seconds.clear()
+        with self._part("pause"):
+            if not (interrupt and self.sessions):  # one without sessions does not say which version made which token
+                await self.gate.drain()
+            self.paused, self.pauses = True, self.pauses + 1
+            await self.server.post("/pause_generation", {"mode": "retract"}, self.update_timeout)
 
-def _resolve(future: asyncio.Future, result) -> None:
-    if not future.done():
-        future.set_result(result)
+    async def load(self, version: int) -> None:
+        """Receive an update while paused. If anything fails the server stays paused, and the attempt ends."""
+        limit = self.update_timeout
+        if not self.joined:
+            with self._part("join"):
+                await self.server.post("/init_weights_update_group", self.first["join"], limit)
+            self.joined = True
+        with self._part("begin"):
+            begun = await self.server.post("/begin_weight_update", {}, limit, missing_ok=True)
+            self.sessions = begun is not None  # a server from before 0.5.23 has none
+        with self._part("buckets"):
+            for bucket in self.buckets:
+                body = {"names": [name for name, _, _ in bucket], "shapes": [list(t.shape) for _, t, _ in bucket],
+                        "dtypes": [self.first["dtype"]] * len(bucket), "group_name": SERVER_GROUP,
+                        "load_format": "flattened_bucket", "flush_cache": False}  # fmt: skip
+                last = {"weight_version": str(version)} if bucket is self.buckets[-1] else {}
+                await self.server.post("/update_weights_from_distributed", body | last, limit)
+        with self._part("flush"):
+            if self.sessions:
+                await self.server.post("/end_weight_update", {}, limit)
+            await self.server.post("/flush_cache", {}, limit)  # keys and values of the old weights
+        with self._part("checksum"):
+            before, self.checksums = self.checksums, await self._checksums()
+        if self.version < 0:  # random weights until now: every one of them has to be another
+            same = [name for old, new in zip(before, self.checksums, strict=True) for name in new
+                    if name.endswith(("weight", "bias")) and old[name] == new[name]]  # fmt: skip
+            if same:
+                raise self.server.error(f"said yes to the first update but did not load {', '.join(same[:5])}")
+        self.changed, self.version = self.checksums != before, version
+
+    async def resume(self) -> None:
+        with self._part("continue"):
+            await self.server.post("/continue_generation", {}, self.update_timeout)
+        self.paused = False
+        self.gate.open.set()
+
+    async def proof(self) -> dict:
+        """What `sync.Dispatcher` compares with the trainer: whether the served weights changed, a digest of them, and
+        log p of the probe's tokens under them."""
+        body = {"input_ids": self.first["probe"], "sampling_params": self.sampling | {"max_new_tokens": 1},
+                "return_logprob": True, "logprob_start_len": 0, "priority": 1}  # fmt: skip
+        with self._part("probe"):
+            meta = (await self.server.post("/generate", body, self.update_timeout))["meta_info"]
+        digest = hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode()).hexdigest()
+        return {"changed": self.changed, "checksum": digest,
+                "probe": [logprob for logprob, _, _ in meta["input_token_logprobs"][1:]]}  # fmt: skip
+
+    async def _checksums(self) -> list[dict]:
+        """{served tensor: hash} of each worker; the server fuses and slices tensors, so they are not the trainer's."""
+        reply = await self.server.post("/weights_checker", {"action": "checksum"}, self.update_timeout)
+        return [worker["checksums"] for worker in reply["ranks"]]
+
+    @contextmanager
+    def _part(self, name: str):
+        start = time.monotonic()
+        yield
+        self.seconds[name] += time.monotonic() - start
 
 
 # -- Workflows ---------------------------------------------------------------------------------------------------------
@@ -324,10 +342,9 @@ class Generator:
     weights that are loaded, which is what the proof of the staleness bound asks for.
     """
 
-    def __init__(self, cfg, rank: int, engine, scorer: Scorer, problems: list[Problem], test: list[Problem],
-                 group, device: torch.device):  # fmt: skip
+    def __init__(self, cfg, rank: int, engine, scorer: Scorer, problems: list[Problem], test: list[Problem]):
         self.cfg, self.rank, self.engine, self.scorer = cfg, rank, engine, scorer
-        self.group, self.device, self.problems, self.test = group, device, problems, test
+        self.problems, self.test = problems, test
         self.inbox, self.out = Channel(), Channel()
         self.record = (-1, 0)  # newest (version, rejected)
         self.skip: frozenset[int] = frozenset()
@@ -339,14 +356,15 @@ class Generator:
 
     async def run(self) -> None:
         self._send("ready", engine=self.engine.name)
+        notices, watch = asyncio.ensure_future(self._notices()), asyncio.ensure_future(self.engine.watch())
         slots = [asyncio.ensure_future(self._slot(lane)) for lane in range(1, self.cfg.slots + 1)]
-        notices = asyncio.ensure_future(self._notices())
         # A slot ends only by an error; `stop` ends the job while they wait for tickets that will never be admitted.
-        done, _ = await asyncio.wait([notices, *slots], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        for task in slots:
+        done, _ = await asyncio.wait([watch, notices, *slots], return_when=asyncio.FIRST_COMPLETED)
+        for task in (watch, *slots):
+            if task in done:
+                task.result()  # raises
             task.cancel()
+        await notices
 
     def _send(self, kind: str, **content) -> None:
         events, self.events = self.events, []
@@ -376,27 +394,26 @@ class Generator:
                 self.moved.set()
                 self.moved = asyncio.Event()
             elif notice["do"] == "update":
-                await self._update(notice["version"], notice["manifest"])
+                await self._update(notice["version"], notice["first"])
             elif notice["do"] == "evaluate":
                 await self._evaluate(self.test[notice["ranks"].index(self.rank) :: len(notice["ranks"])])
             elif notice["do"] == "stop":
                 return
 
-    async def _update(self, version: int, names: list[list] | None) -> None:
+    async def _update(self, version: int, first: dict | None) -> None:
         self._switch("sync")
-        if names is not None:  # the first update says what all will carry
-            check_manifest(names, manifest(self.engine.parameters()), self.rank)
-        await self.engine.pause()
+        start = time.time()
+        if first is not None:
+            check_manifest(first["manifest"], manifest(self.engine.parameters()), self.rank)
+            self.engine.connect(first | {"join": first["join"].get(str(self.rank))})
+        await self.engine.pause(self.cfg.interrupt)
         self._send("paused", version=version)
-
-        def receive(named):
-            return receive_weights(named, self.group, dtype=self.engine.dtype, device=self.device,
-                                   bucket_bytes=self.cfg.bucket_mb << 20)  # fmt: skip
-
-        checksum = await self.engine.load(version, receive)
-        self.engine.resume()
+        await self.engine.load(version)
+        await self.engine.resume()
         self._switch("generate" if self.running else "wait")
-        self._send("loaded", version=version, checksum=checksum)
+        proof = await self.engine.proof()
+        self._event("update", 0, start, time.time(), version=version, **self.engine.seconds)
+        self._send("loaded", version=version, **proof)
 
     async def _evaluate(self, problems: list[Problem]) -> None:
         """pass@1 over `problems`, this rank's share of the held-out ones."""

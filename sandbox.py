@@ -1,4 +1,4 @@
-"""Work that may hang or die, in processes that can be killed.
+"""Work that may hang or die, in processes that can be killed: a pool of workers, and servers.
 
 `Pool` runs one function, named "file.py:name", on requests that may never end. Who asks holds sockets, GPU state and
 threads and must neither fork nor be imported again. So a pool is one child process, in which pebble forks the workers:
@@ -13,6 +13,9 @@ A slot is a thread with a pebble pool of one: a larger pool breaks when an idle 
 lock that a killed one may hold. A request whose worker died by itself is tried once more; a second death, or an error
 of the function, breaks the whole pool: it must stop a run and never look like a result. Left out: limits beyond time
 and memory, and killing what a function started: this is for code that is trusted but may take for ever.
+
+`Server` is a process that listens (SGLang), with all that it starts. It dies with the thread that made it, also when
+that is killed; who asks it for something has a deadline of its own.
 """
 
 import asyncio
@@ -26,13 +29,16 @@ import re
 import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent import futures
 from multiprocessing import connection
+from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -49,6 +55,176 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):
         os._exit(1)
+
+
+def die(role: str, rank: int, error: BaseException) -> None:
+    """Print the error, rank first, and end this process at once; torchrun then ends the others.
+
+    `os._exit` because threads blocked in a store or in a collective would keep the interpreter alive. An error that
+    only says that a peer is gone is held back for some seconds: the peer's own error, or torchrun's report of its
+    signal, is the cause and comes first (and torchrun usually ends this rank before the time is up).
+    """
+    text = f"{type(error).__name__}: {error}"
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: a pool's child must not import torch
+    gone = any(words in text for words in ("Connection closed", "Connection reset", "gloo"))
+    lost_peer = "DistError" in kinds or ("RuntimeError" in kinds and gone)
+    if lost_peer:
+        time.sleep(5)
+    try:
+        with contextlib.suppress(OSError):  # whoever read our output may be gone, too
+            sys.stdout.flush()
+        trace = "".join(traceback.format_exception(error))
+        print(f"[rank {rank}, {role}] {text}\n{trace}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment without what the launcher told it: a child would take itself for a rank."""
+    return {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)} | more
+
+
+# -- A server ----------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """A process that answers HTTP on the loopback, in a session of its own with all that it starts; its output is
+    appended to `log`. `health`: a path that answers 200 if it works. aiohttp comes with SGLang, so it is imported late.
+    """
+
+    def __init__(self, name: str, log: Path, health: str, headers: dict[str, str]):
+        import aiohttp
+
+        self.name, self.log, self.health, self.process, self.url = name, log, health, None, ""
+        self._timeout, self._errors = aiohttp.ClientTimeout, (aiohttp.ClientError, TimeoutError)
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
+
+    async def start(self, command: Callable[[int, int], list[str]], environment: dict[str, str], timeout_s: float):
+        """Start `python *command(port, second port)` and wait until it is healthy. Ports are tried three times, since
+        another process may take one between our look and its use. Raises with the end of the log."""
+        for tries_left in (2, 1, 0):
+            port, second = free_ports(2)
+            self.url = f"http://127.0.0.1:{port}"
+            become = [sys.executable, os.path.abspath(__file__), "become", str(os.getpid()), sys.executable]
+            with open(self.log, "ab") as file:
+                self._said_from = file.tell()
+                self.process = subprocess.Popen([*become, *command(port, second)], env=environment, stdout=file,
+                                                stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+            try:
+                return await self._until_healthy(timeout_s)
+            except RuntimeError:
+                lost = any(word in self._said().lower() for word in ("address already in use", "eaddrinuse"))
+                if not tries_left or not lost:
+                    raise
+                self.kill()
+                print(f"{self.name}: another process took a port; trying others", flush=True)
+
+    async def _until_healthy(self, timeout_s: float) -> None:
+        began = said = time.monotonic()
+        while not await self.healthy(5.0):
+            self.check()
+            now = time.monotonic()
+            if now - began > timeout_s:
+                raise self.error(f"was not up after {timeout_s:.0f} s")
+            if now - said > 20:
+                print(f"{self.name} is starting, {now - began:.0f} s so far (its log: {self.log})", flush=True)
+                said = now
+            await asyncio.sleep(0.3)
+
+    async def healthy(self, timeout_s: float) -> bool:
+        try:
+            async with self._http.get(self.url + self.health, timeout=self._timeout(timeout_s)) as reply:
+                return reply.status == 200
+        except self._errors:
+            return False
+
+    async def watch(self, every_s: float, timeout_s: float, excused: Callable[[], object]) -> None:
+        """Raises at once when the process has ended, and when it was not healthy for `timeout_s` seconds. It is asked
+        every `every_s` seconds, but not while `excused()` is true; if that changed meanwhile the answer is ignored."""
+        look, last, before = None, time.monotonic(), excused()
+        while True:
+            await asyncio.sleep(0.2)
+            self.check()
+            if look is None and time.monotonic() - last > every_s and not (before := excused())[0]:
+                look = asyncio.ensure_future(self.healthy(timeout_s))
+            elif look is not None and look.done():
+                if not look.result() and excused() == before:
+                    raise self.error(f"gave no sign of life within {timeout_s:.0f} s")
+                look, last = None, time.monotonic()
+
+    async def post(self, path: str, body: dict, timeout_s: float | None = None, missing_ok=False) -> dict | None:
+        """The reply to a POST of JSON; None if there is no such path and `missing_ok`. Raises, with this server's
+        name, if it refuses, is gone, or takes longer than `timeout_s`."""
+        try:
+            async with self._http.post(self.url + path, json=body, timeout=self._timeout(timeout_s)) as reply:
+                status, text = reply.status, await reply.text()
+        except TimeoutError:
+            raise self.error(f"did not answer {path} within {timeout_s:.0f} s") from None
+        except self._errors as error:
+            await asyncio.sleep(1.0)  # the end of the process, if that is it, says more than that of the connection
+            self.check()
+            raise self.error(f"broke off {path} ({error})") from error
+        if status == 404 and missing_ok:
+            return None
+        if status != 200:
+            raise self.error(f"refused {path}: {status} {text[:500]}")
+        return json.loads(text) if text.startswith("{") else {}
+
+    def check(self) -> None:
+        """Raises if the process has ended."""
+        if (status := self.process.poll()) is not None:
+            raise self.error(f"was killed by {signal.Signals(-status).name}" if status < 0 else
+                             f"ended with status {status}")  # fmt: skip
+
+    def error(self, what: str) -> RuntimeError:
+        """To be raised: "<name> (process N) <what>", and the end of its log."""
+        tail = "\n".join(f"  | {line}" for line in self._said().splitlines()[-20:])
+        return RuntimeError(f"{self.name} (process {self.process.pid}) {what}; the end of {self.log}:\n{tail}")
+
+    def _said(self) -> str:
+        with open(self.log, "rb") as file:
+            file.seek(self._said_from)
+            return file.read().decode(errors="replace")
+
+    async def close(self) -> None:
+        await self._http.close()
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and all it started: it has nothing to save. May be called any number of times."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody has bound. One may be lost before it is bound for good; then try again."""
+    with contextlib.ExitStack() as stack:  # held together, so they differ
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def sweep_shared_memory(folder: str = "/dev/shm", prefixes: tuple = ("sglang_loads_", "sgl_shm_")) -> list[str]:
+    """Remove the segments that killed SGLang servers of this user left; returns their names. One is left alone as long
+    as a process has it mapped, or while it is younger than 10 seconds: its process may be about to map it."""
+    found = [entry for entry in os.scandir(folder) if entry.name.startswith(prefixes)] if os.path.isdir(folder) else []
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            mapped += maps.read_text()
+    removed = []
+    for entry in found:
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            status = entry.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > 10 and entry.path not in mapped:
+                os.unlink(entry.path)
+                removed.append(entry.name)
+    return removed
+
+
+# -- A pool ------------------------------------------------------------------------------------------------------------
 
 
 class PoolError(RuntimeError):
@@ -71,9 +247,9 @@ class Pool:
         self._outbox: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
         options, pipe = json.dumps([function, workers, deadline_s, os.getpid()]), subprocess.PIPE
         command = [sys.executable, os.path.abspath(__file__), "serve", options]
-        environment = {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)}
         # A session of its own, because Ctrl-C is for the job, which then closes or leaves its pool.
-        self._child = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True)
+        self._child = subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe,
+                                       start_new_session=True)
         hello = connection.wait([self._child.stdout], GRACE_S) and self._child.stdout.readline()
         hello = json.loads(hello or '{"error": "it ended, or was not ready in time"}')
         if "error" in hello:
@@ -228,3 +404,6 @@ def _work(request: dict) -> str:
 
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     serve(*json.loads(sys.argv[2]))
+elif __name__ == "__main__" and sys.argv[1:2] == ["become"]:  # a server; the order to die survives exec
+    die_with_parent(int(sys.argv[2]))
+    os.execv(sys.argv[3], sys.argv[3:])

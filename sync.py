@@ -5,8 +5,8 @@ Three parts, top to bottom:
 1. `StalenessQueue`, the rule that bounds staleness: no store, no thread, no clock; job and simulation drive this class.
 2. `Channel`, `Dispatcher`: the control plane on the job's own key-value store (torch's TCPStore, the one torchrun
    already runs). Small JSON messages go through its queues, token arrays through one key per trajectory.
-3. `send_weights`, `receive_weights`: flat buckets, broadcast from trainer rank 0 to every generator, and a checksum
-   of what was loaded as the proof of arrival.
+3. `send_weights`, `receive_weights`: flat buckets, broadcast from trainer rank 0 to every generator, or to the workers
+   of every SGLang server (`join_servers`), and what is compared as the proof of arrival.
 
 Left out, and why: polling (every wait blocks in the store or on a condition), dropping of old samples (pacing makes it
 unnecessary, and dropping biases against long answers), partial restarts (one fault path: the attempt ends, torchrun
@@ -20,7 +20,9 @@ Who waits for whom, and until when; the errors name both sides, except that of a
     trainer 0            B groups in ticket order      `group` messages of generators                 batch_timeout
     trainer 0            pass@1 shares                 `evaluated` of every generator                 batch_timeout
     trainer 1..          its plan of the step          trainer 0, once the batch is full            2 batch_timeout
-    trainer 0, update    `paused` of every generator   each generator's engine                        update_timeout
+    trainer 0, update    `paused` of every generator   its engine; without interruption its answers  update / batch
+    trainer 0, first     all workers of all servers    their `join`, which each generator asks for    update_timeout
+    generator            its server                    the reply, or its end; asked for a token else   update / engine
     generators, update   buckets of weights            trainer 0's broadcasts                         update_timeout
     trainer 0            `loaded` and its checksum     each generator, after loading                  update_timeout
     trainer 0, start     `ready` of every generator    each generator's engine is up                  startup_timeout
@@ -31,19 +33,19 @@ under way, so the trainer has its batch; the trainer waits for generators only b
     pytest tests/test_sync.py
 """
 
-import contextlib
 import json
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
+
+from packing import ALIGN, bucket_numel, buckets
 
 # -- 1. The rule -------------------------------------------------------------------------------------------------------
 
@@ -239,12 +241,14 @@ class Dispatcher:
     """
 
     def __init__(self, queue: StalenessQueue, generators: list[int], batch_timeout: float, update_timeout: float,
-                 max_rejections: int, fail: Callable[[BaseException], None]):  # fmt: skip
-        self.queue, self.generators = queue, generators
+                 max_rejections: int, fail: Callable[[BaseException], None], interrupt: bool = True,
+                 helpers: tuple[int, ...] = ()):  # fmt: skip
+        self.queue, self.generators, self.helpers = queue, generators, helpers  # helpers: their GPUs are another's
         self.batch_timeout, self.update_timeout, self.max_rejections = batch_timeout, update_timeout, max_rejections
+        self.pause_timeout = update_timeout if interrupt else max(batch_timeout, update_timeout)
         self.changed = threading.Condition()
         self.replies: dict[tuple, dict[int, dict]] = {}  # (kind, version) -> rank -> message
-        self.checksums: dict[int, int] = {}  # version -> checksum of what was sent
+        self.sums: dict[int, dict] = {}  # the newest version -> what was sent: checksum, and for servers the probe
         self.events: list[tuple[int, list]] = []  # (rank, its events)
         self.stats, self.heard = {rank: {} for rank in generators}, {rank: time.monotonic() for rank in generators}
         self.out = Channel()
@@ -281,11 +285,25 @@ class Dispatcher:
                 self._check_loaded(message["version"])
 
     def _check_loaded(self, version: int) -> None:
-        sent = self.checksums.get(version)
-        for rank, message in self.replies.get(("loaded", version), {}).items():
-            if sent is not None and message["checksum"] != sent:
-                raise RuntimeError(f"generator rank {rank} holds other weights than the trainer at version {version}: "
-                                   f"checksum {message['checksum']:016x}, sent {sent:016x}")
+        """Compare what arrived with what was sent. An engine of ours says the checksum of its tensors. A server's are
+        fused and sliced: its checksum must have changed if and only if the trainer's did, must be that of the other
+        servers, and the probe must be as likely as under the trainer's weights."""
+        sent, replies = self.sums.get(version), self.replies.get(("loaded", version), {})
+        for rank, reply in replies.items() if sent else ():
+            wrong = f"generator rank {rank} holds other weights than the trainer at version {version}: "
+            if "probe" not in reply:
+                if reply["checksum"] != sent["checksum"]:
+                    raise RuntimeError(f"{wrong}checksum {reply['checksum']:016x}, sent {sent['checksum']:016x}")
+                continue
+            if reply["changed"] != sent["changed"]:
+                raise RuntimeError(f"{wrong}its server's tensors changed: {reply['changed']}, the trainer's: "
+                                   f"{sent['changed']}")
+            for other, theirs in replies.items():
+                if theirs["checksum"] != reply["checksum"]:
+                    raise RuntimeError(f"{wrong}generator rank {other}'s server has other sums of its tensors")
+            gaps = [abs(a - b) for a, b in zip(reply["probe"], sent["probe"], strict=True)]
+            if not sum(gaps) / len(gaps) <= PROBE_GAP[sent["dtype"]]:  # also if it is not a number
+                raise RuntimeError(f"{wrong}they disagree by {sum(gaps) / len(gaps):.4f} nats a token about the probe")
 
     # -- waiting
 
@@ -328,18 +346,18 @@ class Dispatcher:
             self.notify({"do": "admit", "version": self.queue.version, "rejected": self.queue.rejected,
                          "skip": sorted(self.queue.skip)})  # fmt: skip
 
-    def begin_update(self, version: int, names: list[list]) -> None:
-        """Have every generator interrupt what it decodes; returns once all of them wait for weights. `names`, the
+    def begin_update(self, version: int, first: dict) -> None:
+        """Have every generator interrupt what it decodes; returns once all of them wait for weights. `first`, with the
         manifest, goes along with the first update. The update before must have arrived everywhere by now."""
-        first = not self.checksums
         self._arrived()
-        self.notify({"do": "update", "version": version, "manifest": names if first else None})
-        self.gather("paused", version, self.update_timeout)
+        self.notify({"do": "update", "version": version, "first": None if self.sums else first})
+        self.gather("paused", version, self.pause_timeout)
 
-    def sent(self, version: int, checksum: int) -> None:
+    def sent(self, version: int, checksum: int, probe: list[float] | None = None, dtype: str = "float32") -> None:
         """The last bucket is out. The trainer goes on; arrival is checked as the `loaded` messages come in."""
         with self.changed:
-            self.checksums = {version: checksum}
+            changed = all(before["checksum"] != checksum for before in self.sums.values())
+            self.sums = {version: {"checksum": checksum, "changed": changed, "probe": probe, "dtype": dtype}}
             self._check_loaded(version)
 
     def trained(self) -> None:
@@ -354,12 +372,14 @@ class Dispatcher:
             return self.queue.state()
 
     def _arrived(self) -> None:  # everywhere; that they are the right weights `_check_loaded` sees
-        for version in self.checksums:
+        for version in self.sums:
             self.gather("loaded", version, self.update_timeout)
 
     def stop(self) -> None:
         self._arrived()
         self.notify({"do": "stop"})
+        for rank in self.helpers:
+            self.out.push(f"notices/{rank}", {"do": "stop"})
 
     def evaluate(self, timeout_s: float) -> list[dict]:
         """pass@1 shares of all generators. Nothing is admitted and no update runs meanwhile."""
@@ -372,70 +392,38 @@ class Dispatcher:
         return events
 
 
-def die(role: str, rank: int, error: BaseException) -> None:
-    """Print the error, rank first, and end this process at once; torchrun then ends the others.
-
-    `os._exit` because threads blocked in a store or in a collective would keep the interpreter alive. An error that
-    only says that a peer is gone is held back for some seconds: the peer's own error, or torchrun's report of its
-    signal, is the cause and comes first (and torchrun usually ends this rank before the time is up).
-    """
-    text = f"{type(error).__name__}: {error}"
-    lost_peer = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(s in text for s in ("Connection closed", "Connection reset", "gloo"))
-    )
-    if lost_peer:
-        time.sleep(5)
-    try:
-        with contextlib.suppress(OSError):  # whoever read our output may be gone, too
-            sys.stdout.flush()
-        trace = "".join(traceback.format_exception(error))
-        print(f"[rank {rank}, {role}] {text}\n{trace}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(1)
-
-
 # -- 3. Weights --------------------------------------------------------------------------------------------------------
 
-ALIGN = 16  # bytes; keeps every tensor of a bucket viewable as 64-bit words
+SERVER_GROUP = "boba_weights"  # name of the process group of trainer 0 and the workers of all servers
+PROBE_GAP = {"float32": 1e-3, "bfloat16": 0.1}  # nats a token on average: beyond rounding, a server has other weights
 
 
-def manifest(named: Iterable[tuple[str, torch.Tensor]]) -> list[list]:
-    """[[name, shape], ...] of what an update carries; both sides must agree before the first one."""
-    return [[name, list(tensor.shape)] for name, tensor in named]
+def invite(servers: list[int], tp: int, backend: str) -> tuple[dist.Store, dict[int, dict]]:
+    """Trainer 0 opens a store for a process group with the `tp` workers of every server: (store, what the server of
+    each generator rank must be told to join). The port is bound here; torchrun's variables have no say in it."""
+    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    place = {"master_address": os.environ["MASTER_ADDR"], "master_port": store.port, "backend": backend,
+             "world_size": 1 + tp * len(servers), "group_name": SERVER_GROUP}  # fmt: skip
+    return store, {rank: place | {"rank_offset": 1 + tp * i} for i, rank in enumerate(servers)}
 
 
-def check_manifest(sent: list[list], held: list[list], rank: int) -> None:
-    """Refuse to start if the generator's parameters are not the trainer's, order included: buckets are laid out in it,
-    so tensors of equal shape would get each other's values."""
-    if sent != held:
-        ours, theirs = ([entry for entry in a if entry not in b][:3] for a, b in ((sent, held), (held, sent)))
-        raise RuntimeError(f"generator rank {rank} and the trainer hold different models: only the trainer has "
-                           f"{ours}, only the generator {theirs}, or the order differs")
-
-
-def buckets(named: list[tuple[str, torch.Tensor]], dtype: torch.dtype, bucket_bytes: int) -> list[list[tuple]]:
-    """Pure function of names, shapes and dtype, so no layout is sent: [[(name, tensor, offset), ...], ...], offsets in
-    elements. A tensor larger than `bucket_bytes` has a bucket to itself."""
-    size, align = torch.finfo(dtype).bits // 8, ALIGN // (torch.finfo(dtype).bits // 8)
-    result, end = [[]], 0
-    for name, tensor in named:
-        if result[-1] and (end + tensor.numel()) * size > bucket_bytes:
-            result.append([])
-            end = 0
-        result[-1].append((name, tensor, end))
-        end += -(-tensor.numel() // align) * align
-    return result
-
-
-def _numel(bucket: list[tuple]) -> int:
-    return bucket[-1][2] + bucket[-1][1].numel()  # offset and size of its last tensor
+def join_servers(store: dist.Store, invitations: dict[int, dict], timeout_s: float) -> dist.ProcessGroup:
+    """Rank 0 of that process group. Returns once all workers have joined. torch has no public way to make a group
+    beside its world: this is the one that SGLang takes on the other side."""
+    place = next(iter(invitations.values()))
+    group, _ = distributed_c10d._new_process_group_helper(
+        place["world_size"], 0, [], dist.Backend(place["backend"]), dist.PrefixStore(SERVER_GROUP, store),
+        group_name=SERVER_GROUP, timeout=timedelta(seconds=timeout_s))  # fmt: skip
+    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(place["world_size"])}
+    return group
 
 
 def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum of the tensor's bits, read as the widest integers that fit; wraps around, never rounds. It does not see the
     order of words within a tensor, which names, shapes and one layout on both sides already fix."""
     flat = tensor.detach().reshape(-1)
-    word = next(w for w in (torch.int64, torch.int32, torch.int16) if flat.nbytes % w.itemsize == 0)
+    aligned = flat.nbytes | (flat.storage_offset() * flat.itemsize)
+    word = next(w for w in (torch.int64, torch.int32, torch.int16) if aligned % w.itemsize == 0)
     return flat.view(word).sum(dtype=torch.int64)
 
 
@@ -449,17 +437,17 @@ def combine(sums: list[torch.Tensor]) -> int:
 
 @torch.no_grad()
 def send_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torch.dtype, device: torch.device,
-                 bucket_bytes: int, root: bool) -> int | None:  # fmt: skip
+                 bucket_bytes: int, root: bool, align: int = ALIGN) -> int | None:  # fmt: skip
     """Gather every parameter over the trainers; rank 0 (`root`) packs them into buckets of the generators' dtype and
     broadcasts them to `group`. Every trainer rank calls it, since gathering is a collective. Returns the checksum of
     what was sent (root) or None.
 
     Two buffers: while one is on its way the next is filled, and none is touched before its broadcast is over.
     """
-    plan = buckets(named, dtype, bucket_bytes)
+    plan = buckets(named, dtype, bucket_bytes, align)
     buffers, pending, sums = [None, None], None, []
     if root:
-        size = max(_numel(bucket) for bucket in plan)
+        size = max(bucket_numel(bucket) for bucket in plan)
         buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(min(2, len(plan)))]
     for i, bucket in enumerate(plan):
         flat = buffers[i % 2]
@@ -472,7 +460,8 @@ def send_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torch.d
         if root:
             if pending is not None:
                 pending.wait()
-            pending = dist.broadcast(flat[: _numel(bucket)], src=0, group=group, async_op=True)
+            sent = flat[: bucket_numel(bucket)].view(torch.uint8)  # bytes, as SGLang's workers receive them
+            pending = dist.broadcast(sent, src=0, group=group, async_op=True)
     if root:
         pending.wait()
         return combine(sums)
@@ -485,11 +474,12 @@ def receive_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torc
     """The other end: load every bucket into the generator's own tensors; returns the checksum of these tensors as
     they are afterwards, not of the bytes that came in."""
     plan = buckets(named, dtype, bucket_bytes)
-    size = max(_numel(bucket) for bucket in plan)
+    size = max(bucket_numel(bucket) for bucket in plan)
     buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(min(2, len(plan)))]
 
     def start(i: int):
-        return dist.broadcast(buffers[i % 2][: _numel(plan[i])], src=0, group=group, async_op=True)
+        part = buffers[i % 2][: bucket_numel(plan[i])].view(torch.uint8)
+        return dist.broadcast(part, src=0, group=group, async_op=True)
 
     pending = start(0)
     for i, bucket in enumerate(plan):

@@ -1,6 +1,7 @@
 """The whole job: one torchrun command, some ranks generate, the others train, a bounded queue between them.
 
     torchrun --nproc_per_node 2 train.py                                # the toy: a minute or two, no GPU, no download
+    torchrun --nproc_per_node 2 train.py --engine sglang                # the same with an SGLang server
     torchrun --nproc_per_node 2 train.py --resume                       # continue the newest run of that name
     torchrun --nproc_per_node 8 train.py --model MODEL --data FILE.jsonl --config my.yaml
     torchrun --nproc_per_node 2 train.py --objective sft                # supervised only, every rank trains
@@ -9,8 +10,8 @@ Read it from the bottom: `train` is the life of trainer ranks and ends with the 
 it, in order: the configuration on one screen, what it refuses, process groups, the model, the supervised objective, and
 the start of a generator rank.
 
-Left out, and why: no Trainer class and no callbacks (the loop is short enough to edit), no critic and no reference
-model (the recipe has neither), no gradient scaler (bfloat16 compute over float32 weights needs none).
+Left out, and why: no Trainer class and no callbacks (the loop is short enough to edit), no gradient scaler (bfloat16
+compute over float32 weights needs none).
 """
 
 import asyncio
@@ -28,19 +29,17 @@ import torch
 import torch.distributed as dist
 import transformers
 import yaml
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, GenerationConfig, HfArgumentParser
 
 import evaluate
 import ppo
+import toy
 from evaluate import Records, Refused, pass_at_1
-from packing import Trajectory, pack, plan_step
+from packing import ALIGN, Trajectory, manifest, pack, plan_step
 from reward import Scorer
-from rollout import Generator, TransformersEngine, empty_model, stop_ids
-from sandbox import die_with_parent
-from sync import Channel, Dispatcher, StalenessError, StalenessQueue, die, manifest, send_weights
+from rollout import Generator
+from sandbox import die, die_with_parent
+from sync import FOREVER, Channel, Dispatcher, StalenessError, StalenessQueue, invite, join_servers, send_weights
 
 
 class Help(str):
@@ -75,10 +74,13 @@ class Config:
     steps: int = _(40, "train steps (weight versions)", 1, free=True)
     # roles and engine
     trainers: int = _(0, "ranks that train, the others generate; 0: half of them", 0, free=True)
-    engine: str = _("auto", "auto or transformers", free=True)
+    engine: str = _("auto", "sglang, transformers or auto: SGLang where it is installed and can run", free=True)
+    engine_args: str = _("", "more settings of the SGLang server as YAML, '{mem-fraction-static: 0.8}'", free=True)
+    generator_tp: int = _(1, "neighbouring generator ranks whose GPUs share one SGLang server; 1: none", 1, free=True)
+    interrupt: bool = _(True, "an update interrupts answers under way; false: it waits until they are done", free=True)
     slots: int = _(0, "groups in flight per generator; 0: groups / generators, rounded up", 0, free=True)
-    engine_tokens: int = _(96, "tokens per pass of the transformers engine: answers decoded at once", 1, free=True)
-    cache_gb: float = _(1.0, "GiB of KV cache of the transformers engine", 0.001, free=True)
+    engine_batch: int = _(96, "answers decoded at once; 0: as many as an SGLang server likes", 0, free=True)
+    cache_gb: float = _(1.0, "GiB of KV cache on a CPU and of the transformers engine", 0.001, free=True)
     # batch
     groups: int = _(32, "B: problems per train step", 1)
     answers: int = _(8, "n: answers per problem", 1)
@@ -130,6 +132,7 @@ class Config:
     startup_timeout: float = _(600.0, "for all ranks to join and all engines to be up", 1, free=True)
     batch_timeout: float = _(1800.0, "for a batch, a plan or a notice", 1, free=True)
     update_timeout: float = _(120.0, "for each stage of a weight update", 1, free=True)
+    engine_timeout: float = _(60.0, "for one token of a server that is asked for a sign of life", 1, free=True)
 
 
 def parse(argv: list[str]) -> Config:
@@ -155,7 +158,10 @@ def parse(argv: list[str]) -> Config:
         argv = [f"--{name}={value}" for name, value in values.items()] + argv
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        raise Refused(f"there is no setting {unknown[0]}: type `python train.py --help` for all of them")
+        filters = unknown[0].lstrip("-").startswith(("top_", "min_p", "repetition_", "frequency_", "presence_"))
+        raise Refused(f"there is no setting {unknown[0]}: " + (
+            "filters and penalties would make log-probabilities another distribution's than the trained policy's"
+            if filters else "type `python train.py --help` for all of them"))  # fmt: skip
     return cfg
 
 
@@ -167,8 +173,8 @@ def check(cfg: Config, world: int) -> Config:
         if not condition:
             raise Refused(sentence)
 
-    choices = {"objective": ("rl", "sft"), "engine": ("auto", "transformers"), "device": ("auto", "cpu", "cuda"),
-               "dtype": ("auto", "float32", "bfloat16"),
+    choices = {"objective": ("rl", "sft"), "engine": ("auto", "sglang", "transformers"),
+               "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16"),
                "attention": ("sdpa", "eager", "flex_attention", "flash_attention_2")}  # fmt: skip
     for name, allowed in choices.items():
         need(getattr(cfg, name) in allowed, f"{name} must be one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
@@ -198,24 +204,31 @@ def check(cfg: Config, world: int) -> Config:
     except ValueError as error:
         raise Refused(str(error)) from error
     need(cfg.decoupled or cfg.max_staleness == 0,
-         f"decoupled=false with max_staleness={cfg.max_staleness} would clip around a policy that is up to "
-         f"{cfg.max_staleness} versions old; only max_staleness=0 may go without")  # fmt: skip
+         f"decoupled=false with max_staleness={cfg.max_staleness} would clip around a policy that many versions "
+         f"old; only max_staleness=0 may go without")  # fmt: skip
     need((cfg.model == "toy") == (cfg.data == "toy"),
          f"model={cfg.model} with data={cfg.data}: the toy model knows only the toy's words")  # fmt: skip
     need(cfg.data != "toy" or not cfg.eval_data, "eval_data: the toy has held-out problems of its own")
     for path in (cfg.data, cfg.eval_data):
         need(path in ("", "toy") or Path(path).is_file(), f"data: there is no file {path}")
-    if rl and not cfg.slots:
-        cfg.slots = -(-cfg.groups // (world - cfg.trainers))
+    if rl:
+        tp, generators, local = cfg.generator_tp, world - cfg.trainers, int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        try:
+            engine, _why = toy.choose_engine(cfg.engine, cfg.device != "cpu" and torch.cuda.is_available())
+            more = yaml.safe_load(cfg.engine_args) or {}
+        except (ValueError, yaml.YAMLError) as error:
+            raise Refused(str(error)) from error
+        need(engine == "sglang" or (tp == 1 and not more),
+             "generator_tp and engine_args are for SGLang, but the engine here would be transformers")  # fmt: skip
+        need(isinstance(more, dict), f"engine_args={cfg.engine_args!r} is no YAML mapping of names to values")
+        need(generators % tp == 0, f"{generators} generator ranks cannot be split into servers of generator_tp={tp}")
+        need(all((rank % local) + tp <= local for rank in range(cfg.trainers, world, tp)), f"generator_tp={tp}: after "
+             f"{cfg.trainers} trainers and with {local} ranks a host, a server would lie on two hosts")  # fmt: skip
+        cfg.slots = cfg.slots or -(-cfg.groups * tp // generators)
     return cfg
 
 
 # -- Who am I, which model ---------------------------------------------------------------------------------------------
-
-
-def scaled_reward(cfg: Config, reward: float) -> float:
-    """(reward + bias) x scaling, clipped: +5 / -5 by default."""
-    return max(-cfg.reward_clip, min(cfg.reward_clip, (reward + cfg.reward_bias) * cfg.reward_scaling))
 
 
 @dataclass
@@ -230,12 +243,20 @@ class Rank:
     folder: Path = None  # of the run
     checkpoint: Path | None = None  # to continue from
     warm: bool = False  # the toy's warm start is kept already
+    engine: str = ""  # sglang or transformers, and why
+    why: str = ""
+    backend: str = "gloo"  # between trainers, and of weights
     trainer_group: dist.ProcessGroup = None
     weight_group: dist.ProcessGroup = None
 
     @property
     def role(self) -> str:
         return "trainer" if self.rank < self.trainers else "generator"
+
+    def servers(self, tp: int) -> tuple[list[int], list[int]]:
+        """(generator ranks that have an engine, those that only lend it their GPU)."""
+        generators = range(self.trainers, self.world)
+        return list(generators[::tp]), [rank for i, rank in enumerate(generators) if i % tp]
 
     def sum(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=self.trainer_group)
@@ -249,8 +270,6 @@ def join(cfg: Config) -> Rank:
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if cuda else torch.float32}
     me = Rank(rank, world, cfg.trainers, device, dtype[cfg.dtype])
     # A store of this attempt's own: torch would use the names of the attempt before, and connect to dead ranks.
@@ -258,24 +277,22 @@ def join(cfg: Config) -> Rank:
     store = dist.PrefixStore(f"{channel.prefix}world", channel.store)
     dist.init_process_group("gloo", timeout=timedelta(seconds=cfg.startup_timeout), store=store, rank=rank,
                             world_size=world)  # fmt: skip
-    own_gpus = cuda and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    backend = "nccl" if own_gpus else "gloo"
-    trainers, generators = list(range(cfg.trainers)), list(range(cfg.trainers, world))
-    longest = max(cfg.startup_timeout, cfg.batch_timeout)  # the others gather while rank 0 waits for generators
-    me.trainer_group = dist.new_group(trainers, timedelta(seconds=longest), backend)
-    if generators:
-        me.weight_group = dist.new_group([0, *generators], timedelta(seconds=cfg.update_timeout), backend)
     if rank == 0:  # one rank looks: another job may be writing under the same parent folder
-        earlier = [f"boba/{attempt}/world/run" for attempt in reversed(range(channel.attempt))]  # newest first
-        found = (json.loads(channel.store.get(key))[0] for key in earlier if channel.store.check([key]))
-        previous = next((folder for folder in found if folder), "")  # an attempt may have died before it chose one
-        choice = (*evaluate.choose_folder(cfg, previous), (evaluate.warm_folder(cfg) / "config.json").is_file())
-        store.set("run", json.dumps(choice))
-    folder, checkpoint, me.warm = json.loads(store.get("run"))
+        store.set("run", json.dumps(evaluate.choose_run(cfg, channel, cuda)))
+    folder, checkpoint, me.warm, me.engine, me.why = json.loads(store.get("run"))
     if not folder:
         raise Refused(checkpoint)
     me.folder = Path(folder)
     me.checkpoint = me.folder / "checkpoints" / checkpoint if checkpoint else None
+    if cuda and (me.role == "trainer" or me.engine == "transformers"):  # a server has its GPU for itself
+        torch.cuda.set_device(device)
+    own_gpus = cuda and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    me.backend = "nccl" if own_gpus else "gloo"
+    trainers, generators = list(range(cfg.trainers)), list(range(cfg.trainers, world))
+    longest = max(cfg.startup_timeout, cfg.batch_timeout)  # the others gather while rank 0 waits for generators
+    me.trainer_group = dist.new_group(trainers, timedelta(seconds=longest), me.backend)
+    if generators and me.engine == "transformers":  # with SGLang its servers join: `push_weights`
+        me.weight_group = dist.new_group([0, *generators], timedelta(seconds=cfg.update_timeout), me.backend)
     return me
 
 
@@ -286,31 +303,14 @@ def build_policy(cfg: Config, me: Rank, source: str) -> ppo.Policy:
     if source:
         model = AutoModelForCausalLM.from_pretrained(source, **kind)
     else:
-        model = empty_model(cfg.model, torch.float32, cfg.seed)
+        model = toy.empty_model(cfg.model, torch.float32, cfg.seed)
         model.set_attn_implementation(cfg.attention)
         if cfg.model != "toy" and (Path(cfg.model) / "generation_config.json").is_file():  # of the exported model
             model.generation_config = GenerationConfig.from_pretrained(cfg.model)
-    config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, name, None):
-            raise Refused(f"{cfg.model} scales its logits by {name}, which log-probabilities from hidden states ignore")
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise Refused(f"{cfg.model} adds a bias to its logits, which log-probabilities from hidden states ignore")
-    policy = ppo.Policy(model.eval().to(me.device), cfg.temperature)  # eval: dropout would change log-probabilities
-    mesh = DeviceMesh.from_group(me.trainer_group, me.device.type, mesh_dim_names=("trainers",))
-    mixed = MixedPrecisionPolicy(param_dtype=me.dtype, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in (model._no_split_modules or ()):
-            fully_shard(module, mesh=mesh, mp_policy=mixed)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed)
-    return policy
-
-
-def build_optimizer(cfg: Config, policy: nn.Module, lr: float) -> torch.optim.AdamW:
-    matrices = [p for p in policy.parameters() if p.ndim >= 2]
-    vectors = [p for p in policy.parameters() if p.ndim < 2]  # norms and biases are not decayed
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+    try:
+        return ppo.shard(model.eval().to(me.device), cfg.temperature, me.trainer_group, me.device, me.dtype)
+    except ValueError as error:
+        raise Refused(f"{cfg.model} {error}") from error
 
 
 # -- Supervised: an objective of its own, and the toy's warm start -----------------------------------------------------
@@ -322,9 +322,8 @@ def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory
     records = Records(me.folder, me.rank, me.rank == 0, cfg.sft_steps, state["version"], state["records"])
     records.open(cfg, me, {"examples": len(examples), "dropped (too long)": dropped, "data": fingerprint})
     policy = build_policy(cfg, me, "" if cfg.model == "toy" or me.checkpoint else cfg.model)
-    optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
-    if me.checkpoint:
-        evaluate.load_checkpoint(me, policy, optimizer)
+    optimizer = ppo.build_optimizer(cfg, policy, cfg.sft_lr)
+    evaluate.load_checkpoint(me, policy, optimizer)
 
     def each(done: int, row: dict) -> None:
         records.supervised(row)
@@ -341,26 +340,22 @@ def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory
 
 
 async def generate(cfg: Config, me: Rank, tokenizer, problems, test, scorer: Scorer) -> None:
-    model = empty_model(cfg.model, me.dtype, cfg.seed).to(me.device)
-    engine = TransformersEngine(
-        model, tokenizer, temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens,
-        max_prompt_tokens=cfg.max_prompt_tokens, stop_ids=stop_ids(cfg.model, tokenizer),
-        batch_tokens=cfg.engine_tokens, cache_bytes=int(cfg.cache_gb * 2**30), timeout_s=cfg.update_timeout,
-        seed=(cfg.seed * 1_000_003 + me.rank * 1009 + (int(me.checkpoint.name[5:]) if me.checkpoint else 0)) % 2**31,
-    )  # fmt: skip
     try:
-        await Generator(cfg, me.rank, engine, scorer, problems, test, me.weight_group, me.device).run()
+        engine = toy.make_engine(cfg, me, tokenizer)
+        await engine.start()
+        await Generator(cfg, me.rank, engine, scorer, problems, test).run()
+        await engine.close()
     except BaseException as error:
         die(me.role, me.rank, error)  # from here: leaving the event loop would wait for threads that are blocked
-    engine.close()
     scorer.close()
 
 
 # -- The trainer ranks -------------------------------------------------------------------------------------------------
 
 
-def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, sizes: dict) -> None:
-    """The life of a trainer rank. Rank 0 also plans, publishes and keeps the records."""
+def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, sizes: dict, probe: list[int]) -> None:
+    """The life of a trainer rank. Rank 0 also plans, publishes and keeps the records. `probe`: tokens whose
+    log-probabilities an SGLang server has to give as the trainer does."""
     root = me.rank == 0
     state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
     if state["version"] > cfg.steps:
@@ -375,13 +370,12 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
     policy = build_policy(cfg, me, "" if me.checkpoint else source)
     if cfg.model == "toy" and not me.checkpoint and not me.warm:
         with phase("warm start"):
-            optimizer = build_optimizer(cfg, policy, cfg.sft_lr)
+            optimizer = ppo.build_optimizer(cfg, policy, cfg.sft_lr)
             examples, _, _ = evaluate.demonstrations(cfg, tokenizer)
             ppo.supervised(policy, optimizer, examples, cfg, start=0, rank=me.rank, **me.share())
             evaluate.export(warm, root, policy, tokenizer, keep=True)
-    optimizer = build_optimizer(cfg, policy, cfg.lr)
-    if me.checkpoint:
-        evaluate.load_checkpoint(me, policy, optimizer)
+    optimizer = ppo.build_optimizer(cfg, policy, cfg.lr)
+    evaluate.load_checkpoint(me, policy, optimizer)
 
     queue = StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
     control = Channel()
@@ -390,19 +384,28 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
         if me.checkpoint:
             queue.load(state["queue"])
         control.sweep(["inbox", *(f"notices/{r}" for r in range(me.world)), *(f"plans/{r}" for r in range(me.world))])
-        dispatcher = Dispatcher(queue, list(range(me.trainers, me.world)), cfg.batch_timeout, cfg.update_timeout,
-                                max_rejections=cfg.groups * (cfg.max_staleness + 4),
+        servers, helpers = me.servers(cfg.generator_tp)
+        dispatcher = Dispatcher(queue, servers, cfg.batch_timeout, cfg.update_timeout, interrupt=cfg.interrupt,
+                                max_rejections=cfg.groups * (cfg.max_staleness + 4), helpers=tuple(helpers),
                                 fail=lambda error: die(me.role, me.rank, error))  # fmt: skip
-        engine = next(iter(dispatcher.gather("ready", None, cfg.startup_timeout).values()))["engine"]
+        dispatcher.gather("ready", None, cfg.startup_timeout)
+
+    sglang, dtype = me.engine == "sglang", str(me.dtype).removeprefix("torch.")
+    store, invitations = invite(servers, cfg.generator_tp, me.backend) if root and sglang else (None, {})
+    first = {"manifest": manifest(weights), "probe": probe, "dtype": dtype, "bucket_bytes": cfg.bucket_mb << 20,
+             "join": invitations}  # fmt: skip
 
     def push_weights(version: int) -> None:
         with phase("sync"):
             if root:
-                dispatcher.begin_update(version, manifest(weights))
-            checksum = send_weights(weights, me.weight_group, dtype=me.dtype, device=me.device,
-                                    bucket_bytes=cfg.bucket_mb << 20, root=root)  # fmt: skip
+                dispatcher.begin_update(version, first)
+                if sglang and me.weight_group is None:
+                    me.weight_group = join_servers(store, invitations, cfg.update_timeout)
+            checksum = send_weights(weights, me.weight_group, dtype=me.dtype, device=me.device, root=root,
+                                    bucket_bytes=cfg.bucket_mb << 20, align=me.dtype.itemsize if sglang else ALIGN)
+            told = ppo.probe(policy, probe, me.device) if sglang else None
             if root:
-                dispatcher.sent(version, checksum)
+                dispatcher.sent(version, checksum, told, dtype)
 
     push_weights(state["version"])
     if root:
@@ -437,7 +440,8 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
             group["lr"] = lr
         minibatches = [
             (mini.denominator, [pack([held[i] for i in micro]) for micro in mini.micro[me.rank]],
-             [[scaled_reward(cfg, held[i].reward) for i in micro] for micro in mini.micro[me.rank]]) for mini in plan
+             [[ppo.scaled_reward(cfg, held[i].reward) for i in micro] for micro in mini.micro[me.rank]])
+            for mini in plan
         ]  # fmt: skip
         stats = ppo.ppo_step(policy, optimizer, minibatches, cfg, version=step, phase=phase, **me.share())
         push_weights(step + 1)
@@ -458,7 +462,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
     if root:
         after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
         dispatcher.stop()
-        records.finish(after, cfg.max_staleness, engine, dispatcher)
+        records.finish(after, cfg.max_staleness, me.engine, dispatcher)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -479,13 +483,17 @@ def main(argv: list[str] | None = None) -> None:
             problems, test, fingerprint, dropped = evaluate.load_data(cfg, tokenizer)
             role = "trainer" if rank < cfg.trainers else "generator"
             # Workers start before the process group: they must inherit nothing of it.
-            scorer = Scorer(cfg.scorers, cfg.score_timeout) if role == "generator" else None
+            helper = role == "generator" and (rank - cfg.trainers) % cfg.generator_tp > 0
+            scorer = Scorer(cfg.scorers, cfg.score_timeout) if role == "generator" and not helper else None
             me = join(cfg)
-            if role == "generator":
+            if helper:  # its GPU is its neighbour's; whether all is well is for the others to see
+                Channel().pop(f"notices/{rank}", FOREVER, f"rank {rank} waited for the end")
+            elif role == "generator":
                 asyncio.run(generate(cfg, me, tokenizer, problems, test, scorer))
             else:
                 sizes = {"problems": len(problems), "dropped (too long)": dropped, "held out": len(test)}
-                train(cfg, me, tokenizer, bool(test), fingerprint, {**sizes, "data": fingerprint})
+                probe = [token for problem in problems[:8] for token in problem.prompt_ids][:64]
+                train(cfg, me, tokenizer, bool(test), fingerprint, {**sizes, "data": fingerprint}, probe)
         dist.destroy_process_group()
     except Refused as error:
         if rank:
