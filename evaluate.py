@@ -360,7 +360,7 @@ def derive(cfg, me, sizes: dict) -> dict:
     if servers:
         sequences = cfg.groups * cfg.answers
         lines |= {
-            "engine": f"{cfg.engine} ({me.why}), {cfg.slots} groups in flight a generator, which an update "
+            "engine": f"{me.engine} ({me.why}), {cfg.slots} groups in flight a generator, which an update "
                       f"{'interrupts' if cfg.interrupt else 'waits for'}",
             "batch": f"{cfg.groups} groups x {cfg.answers} answers = {sequences} sequences, {cfg.minibatches} "
                      f"mini-batches of {sequences // cfg.minibatches}, micro-batches of {cfg.microbatch_tokens} tokens",

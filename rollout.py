@@ -26,7 +26,10 @@ restart of a dead server (the attempt ends, and torchrun's next one starts new s
 import asyncio
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
+import os
+import re
 import secrets
 import time
 from collections import Counter
@@ -41,7 +44,7 @@ import yaml
 from packing import Trajectory, buckets, check_manifest, manifest, problem_of_ticket
 from reward import Problem, Scorer, Verdict
 from sandbox import Server, clean_environment, sweep_shared_memory
-from sync import SERVER_GROUP, Channel, admission_limit
+from sync import Channel, admission_limit
 
 # -- What all engines share --------------------------------------------------------------------------------------------
 
@@ -97,11 +100,33 @@ class Gate:
 # -- Engine: an SGLang server ------------------------------------------------------------------------------------------
 
 HEALTH_EVERY = 5.0  # seconds between two looks at a server
-# Settings of the server that a user may not give: boba's own, and what would make its log-probabilities another
-# distribution's than the policy's.
-REFUSED = ("api-key", "base-gpu-id", "context-length", "device", "dtype", "host", "load-format", "model-path", "port",
-           "nccl-port", "skip-tokenizer-init", "tp-size", "speculative", "sampling", "quantization", "lora",
-           "json-model-override")  # fmt: skip
+# Older releases have no update sessions, and refuse to flush the cache while retracted answers wait: there an update
+# waits for the answers under way.
+SESSIONS_SINCE = (0, 5, 21)
+OURS = ("api-key", "base-gpu-id", "context-length", "data-parallel-size", "device", "dist-init-addr", "dp-size",
+        "dtype", "host", "load-format", "model-path", "nccl-port", "nnodes", "node-rank", "pipeline-parallel-size",
+        "port", "pp-size", "skip-tokenizer-init", "tensor-parallel-size", "tp-size")  # fmt: skip
+HARMFUL = ("dllm", "json-model", "lora", "preferred-s", "quant", "sampling-d", "speculative")
+
+
+def sglang_release() -> tuple[int, ...]:
+    """(0, 5, 23) of the SGLang that is installed, () if none is. Nothing is imported: that would take seconds."""
+    try:
+        return tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version("sglang"))[:3])
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def check_settings(more: dict) -> dict:
+    """A user's own settings of the server, by the names of its command line. ValueError for those that are the job's,
+    and for what would make its log-probabilities another distribution's than the policy's."""
+    plain = {str(name).lstrip("-").replace("_", "-"): value for name, value in more.items()}
+    for name in plain:
+        if any(own.startswith(name) for own in OURS):  # its parser takes abbreviations as well
+            raise ValueError(f"engine_args may not set {name}: the job does, and needs it as it is")
+        if any(word in name for word in HARMFUL):
+            raise ValueError(f"engine_args may not set {name}: log-probabilities would not be the trained policy's")
+    return plain
 
 
 class SGLangEngine:
@@ -138,16 +163,12 @@ class SGLangEngine:
         if self.settings["device"] == "cpu":  # what SGLang does where it has no kernels of its own
             self.settings |= {"attention-backend": "torch_native", "disable-overlap-schedule": True}
             self.settings |= {"sleep-on-idle": True}
-        for name, value in more.items():
-            plain = name.lstrip("-").replace("_", "-")
-            if any(word in plain if word not in ("port", "host", "device") else word == plain for word in REFUSED):
-                raise ValueError(f"engine_args may not set {name}: it is the job's to set, or log-probabilities would "
-                                 f"not be the policy's any more")  # fmt: skip
-            self.settings[plain] = value
+        self.settings |= check_settings(more)
         self.gate = Gate()
         self.version = -1  # no weights yet
         self.first: dict = {}  # what the first update said
-        self.joined, self.sessions, self.paused, self.pauses, self.changed = False, True, False, 0, False
+        self.joined, self.paused, self.pauses, self.changed = False, False, 0, False
+        self.sessions = sglang_release() >= SESSIONS_SINCE
         self.checksums: list[dict] = []  # of the served tensors, one for each worker
         self.seconds: Counter = Counter()  # parts of the last update
 
@@ -162,7 +183,10 @@ class SGLangEngine:
         if len(str(folder)) < 80:  # its sockets lie there, and the path of a socket has to be short
             environment["TMPDIR"] = str(folder / "tmp")
         if self.settings["device"] == "cpu":
-            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
+            cores, workers = sorted(os.sched_getaffinity(0)), self.settings["tp-size"]
+            shares = [cores[i::workers] or cores for i in range(workers)]  # SGLang wants a NUMA node for each, or this
+            environment = {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND":
+                           "|".join(",".join(map(str, share)) for share in shares)} | environment  # fmt: skip
 
         def command(port: int, nccl_port: int) -> list[str]:
             config = folder / "server.yaml"
@@ -219,10 +243,11 @@ class SGLangEngine:
         """Returns once nothing is being decoded: answers under way are cut or, without `interrupt`, complete."""
         self.seconds.clear()
         with self._part("pause"):
-            if not (interrupt and self.sessions):  # one without sessions does not say which version made which token
+            if not (interrupt and self.sessions):
                 await self.gate.drain()
             self.paused, self.pauses = True, self.pauses + 1
-            await self.server.post("/pause_generation", {"mode": "retract"}, self.update_timeout)
+            mode = {"mode": "retract" if self.sessions else "abort"}  # nothing is left to abort by then
+            await self.server.post("/pause_generation", mode, self.update_timeout)
 
     async def load(self, version: int) -> None:
         """Receive an update while paused. If anything fails the server stays paused, and the attempt ends."""
@@ -232,19 +257,18 @@ class SGLangEngine:
                 await self.server.post("/init_weights_update_group", self.first["join"], limit)
             self.joined = True
         with self._part("begin"):
-            begun = await self.server.post("/begin_weight_update", {}, limit, missing_ok=True)
-            self.sessions = begun is not None  # a server from before 0.5.23 has none
+            if self.sessions:
+                await self.server.post("/begin_weight_update", {}, limit)
         with self._part("buckets"):
             for bucket in self.buckets:
                 body = {"names": [name for name, _, _ in bucket], "shapes": [list(t.shape) for _, t, _ in bucket],
-                        "dtypes": [self.first["dtype"]] * len(bucket), "group_name": SERVER_GROUP,
+                        "dtypes": [self.first["dtype"]] * len(bucket), "group_name": self.first["join"]["group_name"],
                         "load_format": "flattened_bucket", "flush_cache": False}  # fmt: skip
-                last = {"weight_version": str(version)} if bucket is self.buckets[-1] else {}
-                await self.server.post("/update_weights_from_distributed", body | last, limit)
-        with self._part("flush"):
+                if bucket is self.buckets[-1]:  # and away with the keys and values of the old weights
+                    body |= {"weight_version": str(version), "flush_cache": True, "torch_empty_cache": False}
+                await self.server.post("/update_weights_from_distributed", body, limit)
             if self.sessions:
                 await self.server.post("/end_weight_update", {}, limit)
-            await self.server.post("/flush_cache", {}, limit)  # keys and values of the old weights
         with self._part("checksum"):
             before, self.checksums = self.checksums, await self._checksums()
         if self.version < 0:  # random weights until now: every one of them has to be another
@@ -256,7 +280,7 @@ class SGLangEngine:
 
     async def resume(self) -> None:
         with self._part("continue"):
-            await self.server.post("/continue_generation", {}, self.update_timeout)
+            await self.server.post("/continue_generation", {"torch_empty_cache": False}, self.update_timeout)
         self.paused = False
         self.gate.open.set()
 
@@ -401,12 +425,12 @@ class Generator:
                 return
 
     async def _update(self, version: int, first: dict | None) -> None:
-        self._switch("sync")
         start = time.time()
         if first is not None:
             check_manifest(first["manifest"], manifest(self.engine.parameters()), self.rank)
             self.engine.connect(first | {"join": first["join"].get(str(self.rank))})
         await self.engine.pause(self.cfg.interrupt)
+        self._switch("sync")
         self._send("paused", version=version)
         await self.engine.load(version)
         await self.engine.resume()

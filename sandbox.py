@@ -97,7 +97,9 @@ class Server:
 
         self.name, self.log, self.health, self.process, self.url = name, log, health, None, ""
         self._timeout, self._errors = aiohttp.ClientTimeout, (aiohttp.ClientError, TimeoutError)
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
+        # A connection for each request: the server closes idle ones, and one in that moment would be a lost request.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._http = aiohttp.ClientSession(connector=connector, headers=headers)
 
     async def start(self, command: Callable[[int, int], list[str]], environment: dict[str, str], timeout_s: float):
         """Start `python *command(port, second port)` and wait until it is healthy. Ports are tried three times, since
@@ -138,23 +140,28 @@ class Server:
         except self._errors:
             return False
 
-    async def watch(self, every_s: float, timeout_s: float, excused: Callable[[], object]) -> None:
+    async def watch(self, every_s: float, timeout_s: float, excused: Callable[[], tuple]) -> None:
         """Raises at once when the process has ended, and when it was not healthy for `timeout_s` seconds. It is asked
-        every `every_s` seconds, but not while `excused()` is true; if that changed meanwhile the answer is ignored."""
+        every `every_s` seconds, but not while `excused()[0]` is true; if `excused()` is another afterwards, the answer
+        does not count."""
         look, last, before = None, time.monotonic(), excused()
-        while True:
-            await asyncio.sleep(0.2)
-            self.check()
-            if look is None and time.monotonic() - last > every_s and not (before := excused())[0]:
-                look = asyncio.ensure_future(self.healthy(timeout_s))
-            elif look is not None and look.done():
-                if not look.result() and excused() == before:
-                    raise self.error(f"gave no sign of life within {timeout_s:.0f} s")
-                look, last = None, time.monotonic()
+        try:
+            while True:
+                await asyncio.sleep(0.2)
+                self.check()
+                if look is None and time.monotonic() - last > every_s and not (before := excused())[0]:
+                    look = asyncio.ensure_future(self.healthy(timeout_s))
+                elif look is not None and look.done():
+                    if not look.result() and excused() == before:
+                        raise self.error(f"gave no sign of life within {timeout_s:.0f} s")
+                    look, last = None, time.monotonic()
+        finally:
+            if look is not None:
+                look.cancel()
 
-    async def post(self, path: str, body: dict, timeout_s: float | None = None, missing_ok=False) -> dict | None:
-        """The reply to a POST of JSON; None if there is no such path and `missing_ok`. Raises, with this server's
-        name, if it refuses, is gone, or takes longer than `timeout_s`."""
+    async def post(self, path: str, body: dict, timeout_s: float | None = None) -> dict:
+        """The reply to a POST of JSON. Raises, with this server's name, if it refuses, is gone, or takes longer than
+        `timeout_s`."""
         try:
             async with self._http.post(self.url + path, json=body, timeout=self._timeout(timeout_s)) as reply:
                 status, text = reply.status, await reply.text()
@@ -164,8 +171,6 @@ class Server:
             await asyncio.sleep(1.0)  # the end of the process, if that is it, says more than that of the connection
             self.check()
             raise self.error(f"broke off {path} ({error})") from error
-        if status == 404 and missing_ok:
-            return None
         if status != 200:
             raise self.error(f"refused {path}: {status} {text[:500]}")
         return json.loads(text) if text.startswith("{") else {}
@@ -192,6 +197,8 @@ class Server:
 
     def kill(self) -> None:
         """End it and all it started: it has nothing to save. May be called any number of times."""
+        if self.process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(10)

@@ -394,7 +394,6 @@ class Dispatcher:
 
 # -- 3. Weights --------------------------------------------------------------------------------------------------------
 
-SERVER_GROUP = "boba_weights"  # name of the process group of trainer 0 and the workers of all servers
 PROBE_GAP = {"float32": 1e-3, "bfloat16": 0.1}  # nats a token on average: beyond rounding, a server has other weights
 
 
@@ -403,7 +402,7 @@ def invite(servers: list[int], tp: int, backend: str) -> tuple[dist.Store, dict[
     each generator rank must be told to join). The port is bound here; torchrun's variables have no say in it."""
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     place = {"master_address": os.environ["MASTER_ADDR"], "master_port": store.port, "backend": backend,
-             "world_size": 1 + tp * len(servers), "group_name": SERVER_GROUP}  # fmt: skip
+             "world_size": 1 + tp * len(servers), "group_name": f"boba-weights-{store.port}"}  # fmt: skip
     return store, {rank: place | {"rank_offset": 1 + tp * i} for i, rank in enumerate(servers)}
 
 
@@ -412,8 +411,8 @@ def join_servers(store: dist.Store, invitations: dict[int, dict], timeout_s: flo
     beside its world: this is the one that SGLang takes on the other side."""
     place = next(iter(invitations.values()))
     group, _ = distributed_c10d._new_process_group_helper(
-        place["world_size"], 0, [], dist.Backend(place["backend"]), dist.PrefixStore(SERVER_GROUP, store),
-        group_name=SERVER_GROUP, timeout=timedelta(seconds=timeout_s))  # fmt: skip
+        place["world_size"], 0, [], dist.Backend(place["backend"]), dist.PrefixStore(place["group_name"], store),
+        group_name=place["group_name"], timeout=timedelta(seconds=timeout_s))  # fmt: skip
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(place["world_size"])}
     return group
 

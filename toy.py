@@ -14,7 +14,6 @@ exponential law the lengths have a long tail, which is what makes generation har
 
 Left out: a chat template (the prompt is the text itself), subtraction and other tasks (one story is enough), a general
 tokenizer (an unknown word is an error, not <unk>, since silently reading it as something else would hide a mistake).
-Whoever trains on the toy treats it like any other model, tokenizer and data set.
 
     python toy.py                     # a few problems and demonstrations, and the number of parameters
     pytest tests/test_toy.py
@@ -22,9 +21,10 @@ Whoever trains on the toy treats it like any other model, tokenizer and data set
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
-import importlib.metadata
 import importlib.util
+import os
 import random
 import threading
 import time
@@ -44,7 +44,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rollout import Gate, Generation, SGLangEngine, check_request
+from rollout import SESSIONS_SINCE, Gate, Generation, SGLangEngine, check_request, check_settings, sglang_release
 from sync import receive_weights
 
 LARGEST = 99  # every number from 0 to this one is one token, so a + b never exceeds it
@@ -171,43 +171,55 @@ def split_of(prompt: str) -> str:
 
 # -- Models by name, and the engine that this machine can run ----------------------------------------------------------
 
-SGLANG_TESTED = ("0.5.23",)  # releases that the tests ran
+SGLANG_TESTED = ((0, 5, 23),)  # releases that the tests ran
 
 
 def choose_engine(engine: str, cuda: bool) -> tuple[str, str]:
-    """("sglang" or "transformers", why) for the setting `engine`. ValueError if SGLang is asked for and cannot run.
-
-    Nothing is imported: that takes seconds, and only the server needs it.
-    """
+    """("sglang" or "transformers", why) for the setting `engine`. ValueError if SGLang is asked for and cannot run."""
     if engine == "transformers":
         return engine, "asked for"
-    missing = "SGLang is not installed, see requirements-sglang.txt"
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
-    if version:
-        kernels = cuda or importlib.util.find_spec("sgl_kernel") is not None
-        missing = "" if kernels else f"SGLang {version} is installed, but there is no GPU and it has no CPU kernels"
+    release, missing = sglang_release(), ""
+    version, tested = (".".join(map(str, numbers)) for numbers in (release, SGLANG_TESTED[-1]))
+    if not release:
+        missing = "SGLang is not installed, see requirements-sglang.txt"
+    elif not (cuda or importlib.util.find_spec("sgl_kernel")):
+        missing = f"SGLang {version} is installed, but there is no GPU and it has no CPU kernels"
     if missing and engine == "sglang":
         raise ValueError(f"engine=sglang cannot run here: {missing}")
     if missing:
         return "transformers", f"auto: {missing}"
-    untested = "" if version in SGLANG_TESTED else f"; UNTESTED, the tests ran {', '.join(SGLANG_TESTED)}"
+    untested = "" if release in SGLANG_TESTED else f"; warning: UNTESTED, the tests run {tested}"
     return "sglang", f"{version}{untested}; {'asked for' if engine == 'sglang' else 'auto: it is installed'}"
 
-def make_engine(cfg, me, tokenizer):
-    """The engine of a generator rank. `me.weight_group`: for the transformers engine only, servers have their own."""
-    seed = (cfg.seed * 1_000_003 + me.rank * 1009 + (int(me.checkpoint.name[5:]) if me.checkpoint else 0)) % 2**31
-    stops = stop_ids(cfg.model, tokenizer)
-    budget = {"temperature": cfg.temperature, "max_new_tokens": cfg.max_new_tokens,
-              "max_prompt_tokens": cfg.max_prompt_tokens, "stop_ids": stops}  # fmt: skip
-    cache_bytes = int(cfg.cache_gb * 2**30)
-    if me.engine == "transformers":
-        def receive(named):
-            return receive_weights(named, me.weight_group, dtype=me.dtype, device=me.device,
-                                   bucket_bytes=cfg.bucket_mb << 20)  # fmt: skip
 
+def check_engine(cfg, world: int, cuda: bool) -> None:
+    """ValueError, in a sentence, for settings of the engine that cannot work; `interrupt` off where SGLang cannot."""
+    tp, generators, local = cfg.generator_tp, world - cfg.trainers, int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    try:
+        more = yaml.safe_load(cfg.engine_args or "{}")
+    except yaml.YAMLError:
+        more = None
+    if not isinstance(more, dict):
+        raise ValueError(f"engine_args={cfg.engine_args!r} is no YAML mapping of names to values")
+    sglang = choose_engine(cfg.engine, cuda)[0] == "sglang"
+    if not sglang and (tp > 1 or more):
+        raise ValueError("generator_tp and engine_args are for SGLang, but the engine here would be transformers")
+    check_settings(more)
+    cfg.interrupt = cfg.interrupt and (not sglang or sglang_release() >= SESSIONS_SINCE)
+    if generators % tp:
+        raise ValueError(f"{generators} generator ranks cannot be split into servers of generator_tp={tp}")
+    if any(rank % local + tp > local for rank in range(cfg.trainers, world, tp)):
+        raise ValueError(f"generator_tp={tp}, {cfg.trainers} trainers, {local} ranks a host: a server would lie on two")
+
+
+def make_engine(cfg, me, tokenizer):
+    """The engine of a generator rank."""
+    seed = (cfg.seed * 1_000_003 + me.rank * 1009 + (int(me.checkpoint.name[5:]) if me.checkpoint else 0)) % 2**31
+    cache_bytes, names = int(cfg.cache_gb * 2**30), ("temperature", "max_new_tokens", "max_prompt_tokens")
+    budget = {name: getattr(cfg, name) for name in names} | {"stop_ids": stop_ids(cfg.model, tokenizer)}
+    if me.engine == "transformers":
+        receive = functools.partial(receive_weights, group=me.weight_group, dtype=me.dtype, device=me.device,
+                                    bucket_bytes=cfg.bucket_mb << 20)  # fmt: skip
         model = empty_model(cfg.model, me.dtype, cfg.seed).to(me.device)
         return TransformersEngine(model, tokenizer, **budget, batch_tokens=cfg.engine_batch or 96, seed=seed,
                                   cache_bytes=cache_bytes, timeout_s=cfg.update_timeout, receive=receive)  # fmt: skip
@@ -228,7 +240,7 @@ def make_engine(cfg, me, tokenizer):
         settings["base-gpu-id"] = me.device.index
     return SGLangEngine(
         list(model.named_parameters()), tokenizer, who=f"generator rank {me.rank}", folder=folder, settings=settings,
-        more=yaml.safe_load(cfg.engine_args) or {}, vocabulary=config.vocab_size, **budget,
+        more=yaml.safe_load(cfg.engine_args or "{}"), vocabulary=config.vocab_size, **budget,
         startup_timeout=cfg.startup_timeout, update_timeout=cfg.update_timeout, health_timeout=cfg.engine_timeout,
     )  # fmt: skip
 

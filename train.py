@@ -79,7 +79,7 @@ class Config:
     generator_tp: int = _(1, "neighbouring generator ranks whose GPUs share one SGLang server; 1: none", 1, free=True)
     interrupt: bool = _(True, "an update interrupts answers under way; false: it waits until they are done", free=True)
     slots: int = _(0, "groups in flight per generator; 0: groups / generators, rounded up", 0, free=True)
-    engine_batch: int = _(96, "answers decoded at once; 0: as many as an SGLang server likes", 0, free=True)
+    engine_batch: int = _(0, "answers decoded at once; 0: 96 by transformers, SGLang decides itself", 0, free=True)
     cache_gb: float = _(1.0, "GiB of KV cache on a CPU and of the transformers engine", 0.001, free=True)
     # batch
     groups: int = _(32, "B: problems per train step", 1)
@@ -212,19 +212,11 @@ def check(cfg: Config, world: int) -> Config:
     for path in (cfg.data, cfg.eval_data):
         need(path in ("", "toy") or Path(path).is_file(), f"data: there is no file {path}")
     if rl:
-        tp, generators, local = cfg.generator_tp, world - cfg.trainers, int(os.environ.get("LOCAL_WORLD_SIZE", world))
         try:
-            engine, _why = toy.choose_engine(cfg.engine, cfg.device != "cpu" and torch.cuda.is_available())
-            more = yaml.safe_load(cfg.engine_args) or {}
-        except (ValueError, yaml.YAMLError) as error:
+            toy.check_engine(cfg, world, cfg.device != "cpu" and torch.cuda.is_available())
+        except ValueError as error:
             raise Refused(str(error)) from error
-        need(engine == "sglang" or (tp == 1 and not more),
-             "generator_tp and engine_args are for SGLang, but the engine here would be transformers")  # fmt: skip
-        need(isinstance(more, dict), f"engine_args={cfg.engine_args!r} is no YAML mapping of names to values")
-        need(generators % tp == 0, f"{generators} generator ranks cannot be split into servers of generator_tp={tp}")
-        need(all((rank % local) + tp <= local for rank in range(cfg.trainers, world, tp)), f"generator_tp={tp}: after "
-             f"{cfg.trainers} trainers and with {local} ranks a host, a server would lie on two hosts")  # fmt: skip
-        cfg.slots = cfg.slots or -(-cfg.groups * tp // generators)
+        cfg.slots = cfg.slots or -(-cfg.groups * cfg.generator_tp // (world - cfg.trainers))
     return cfg
 
 
@@ -453,8 +445,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
         if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0 and step + 1 < cfg.steps:
             with phase("checkpoint"):
                 kept = {"queue": dispatcher.state(), "records": records.state()} if root else {}
-                kept["fingerprint"] = fingerprint
-                evaluate.save_checkpoint(me, policy, optimizer, step + 1, cfg, kept)
+                evaluate.save_checkpoint(me, policy, optimizer, step + 1, cfg, kept | {"fingerprint": fingerprint})
 
     if root:
         records.trained()
@@ -492,8 +483,9 @@ def main(argv: list[str] | None = None) -> None:
                 asyncio.run(generate(cfg, me, tokenizer, problems, test, scorer))
             else:
                 sizes = {"problems": len(problems), "dropped (too long)": dropped, "held out": len(test)}
-                probe = [token for problem in problems[:8] for token in problem.prompt_ids][:64]
-                train(cfg, me, tokenizer, bool(test), fingerprint, {**sizes, "data": fingerprint}, probe)
+                probe = [token for problem in problems[:8] for token in problem.prompt_ids] * 2  # two at least
+                train(cfg, me, tokenizer, bool(test), fingerprint, {**sizes, "data": fingerprint},
+                      probe[: min(64, cfg.max_prompt_tokens + cfg.max_new_tokens)])  # fmt: skip
         dist.destroy_process_group()
     except Refused as error:
         if rank:

@@ -16,15 +16,18 @@ SMALL = ["--sft_steps", "150", "--groups", "4", "--answers", "4", "--minibatches
 
 
 class Job:
-    """A running `torchrun`, with a mark in its environment by which whatever it leaves behind is found (its ranks are
-    in sessions of their own)."""
+    """A running `torchrun`, with a mark in its environment by which whatever it leaves behind is found. Processes that
+    hide their environment (SGLang's, which rename themselves) are found by the session of one that was marked. The
+    engine is transformers unless a test names one: SGLang's servers take long to start."""
 
     def __init__(self, folder: Path, args: list[str], ranks: int, script: Path, launcher: list[str]):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK", "WORLD", "MASTER"))}
         self.mark = f"BOBA_TEST_JOB={os.getpid()}-{time.monotonic_ns()}"
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "BOBA_TEST_JOB": self.mark.partition("=")[2]}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "BOBA_TEST_JOB": self.mark.partition("=")[2]}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        self.folder = folder
+        self.folder, self.sessions = folder, set()
+        args = args if "--engine" in args else [*args, "--engine", "transformers"]
         self.out = open(folder / f"out-{time.monotonic_ns()}", "w+")
         self.process = subprocess.Popen([*torchrun, *launcher, str(script), *args], cwd=folder, env=env,
                                         stdout=self.out, stderr=subprocess.STDOUT)  # fmt: skip
@@ -59,10 +62,12 @@ class Job:
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 try:
                     env = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 except (FileNotFoundError, ProcessLookupError, PermissionError):
                     continue  # it ended meanwhile
-                if self.mark in env and state != "Z":
+                if self.mark in env and int(session) != os.getsid(0):
+                    self.sessions.add(session)
+                if (self.mark in env or session in self.sessions) and state != "Z":
                     alive.append((int(entry.name), env))
         return alive
 

@@ -234,18 +234,24 @@ sync.StalenessQueue.take = take
     assert re.match(r"\[rank 0, trainer\] StalenessError: step \d+: trajectory", first_error(one.text())), one.text()
 
 
-@pytest.mark.parametrize("staleness, window, dtype", [
-    (0, 1, "float32"), pytest.param(4, 9, "bfloat16", marks=pytest.mark.slow),
+@pytest.mark.parametrize("staleness, window, dtype, interrupt", [
+    (0, 1, "float32", "true"),
+    pytest.param(4, 9, "bfloat16", "true", marks=pytest.mark.slow),
+    pytest.param(2, 1, "float32", "false", marks=pytest.mark.slow),
 ])
-def test_synchronous_windowed_and_bfloat16_are_the_same_code(job, tmp_path, warm_runs, staleness, window, dtype):
+def test_synchronous_windowed_bfloat16_and_patient_are_the_same_code(job, tmp_path, warm_runs, staleness, window,
+                                                                     dtype, interrupt):  # fmt: skip
     name = f"eta{staleness}"
-    one = job(*SMALL, "--dtype", dtype, "--max_staleness", staleness, "--window", window, "--eval_problems", 0,
-              "--runs_dir", warm_runs,
+    one = job(*SMALL, "--dtype", dtype, "--max_staleness", staleness, "--window", window, "--interrupt", interrupt,
+              "--eval_problems", 0, "--runs_dir", warm_runs,
               "--run_name", name, "--filter_upper", 0.9, script=patched(tmp_path, THIRDS))  # fmt: skip
     assert one.wait() == 0, one.text()
     table = rows(warm_runs / name)
     assert len(table) == 4 and max(row["staleness_max"] for row in table) <= staleness
     assert table[-1]["rejected_groups"] >= 4
+    if interrupt == "false":  # every answer is of one version
+        assert all(row["head_staleness"] == row["tail_staleness"] for row in table)
+        assert max(row["staleness_max"] for row in table) > 0
 
 
 def test_a_filter_that_nothing_passes_stops_the_run_with_the_pass_rate(job, tmp_path, warm_runs):

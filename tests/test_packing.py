@@ -24,6 +24,10 @@ from packing import (
     Trajectory,
     allocate,
     batch_stats,
+    bucket_numel,
+    buckets,
+    check_manifest,
+    manifest,
     pack,
     plan_step,
     problem_of_ticket,
@@ -374,3 +378,52 @@ def test_the_statistics_of_a_batch_count_tokens_where_they_say_so():
     assert stats["pass_rate"] == 0.75 and stats["zero_variance_fraction"] == 0.5
     assert stats["truncated_fraction"] == 0.25 and stats["length_mean"] == 2 and stats["length_max"] == 3
     assert stats["verdicts"] == {"right": 3}
+
+
+# -- the layout of weights
+
+
+def named_tensors(*shapes):
+    return [(f"w{i}", torch.zeros(shape)) for i, shape in enumerate(shapes)]
+
+
+def test_buckets_keep_order_alignment_and_size():
+    named = named_tensors((1,), (3,), (7,), (64, 3), (5, 7, 3), (1, 1), (300, 11), (), (16,), (2, 2))
+    for dtype, size in [(torch.float32, 4), (torch.bfloat16, 2)]:
+        for limit in (1, 64, 1000, 1 << 20):
+            plan = buckets(named, dtype, limit)
+            assert [name for bucket in plan for name, _, _ in bucket] == [name for name, _ in named]
+            for bucket in plan:
+                ends = [offset + tensor.numel() for _, tensor, offset in bucket]
+                assert all(offset >= end for (_, _, offset), end in zip(bucket[1:], ends, strict=False))
+                assert all(offset * size % 16 == 0 for _, _, offset in bucket)
+                assert ends[-1] * size <= limit or len(bucket) == 1
+    assert len(buckets(named, torch.float32, 1 << 20)) == 1 and len(buckets(named, torch.float32, 1)) == len(named)
+
+
+def test_buckets_aligned_to_their_dtype_have_no_gaps():
+    """A server's workers cut a bucket by the sizes of its tensors alone."""
+    named = named_tensors((1,), (3,), (7,), (64, 3), (), (5,))
+    for dtype, limit in [(torch.float32, 128), (torch.bfloat16, 64)]:
+        plan = buckets(named, dtype, limit, align=dtype.itemsize)
+        layout = [[(name, offset) for name, _, offset in bucket] for bucket in plan]
+        assert layout == [[("w0", 0), ("w1", 1), ("w2", 4)], [("w3", 0)], [("w4", 0), ("w5", 1)]]
+        assert [bucket_numel(bucket) for bucket in plan] == [11, 192, 6]
+    assert [bucket_numel(bucket) for bucket in buckets(named, torch.float32, 128)] == [15, 192, 9]  # boba's own: gaps
+
+
+def test_other_manifests_are_refused_by_name():
+    named = named_tensors((2, 3), (3, 2), (4,))
+    ours = json.loads(json.dumps(manifest(named)))
+    assert ours == [["w0", [2, 3]], ["w1", [3, 2]], ["w2", [4]]]
+    check_manifest(ours, manifest(named), 1)
+    for held, want in [
+        (named[:2], r"only the trainer has \[\['w2', .*only the generator \[\],"),
+        (named + [("w3", torch.ones(1))], r"only the trainer has \[\], only the generator \[\['w3', \[1\]\]\]"),
+        (named[:2] + [("x", named[2][1])], r"only the trainer has \[\['w2', .*only the generator \[\['x', "),
+        ([("w0", torch.ones(3, 2)), *named[1:]], r"only the generator \[\['w0', \[3, 2\]\]\]"),
+        # The layout of a bucket follows the order, so the same names in another order would get each other's values.
+        ([named[1], named[0], named[2]], "order"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"generator rank 7 and the trainer hold different models.*{want}"):
+            check_manifest(ours, manifest(held), 7)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ppo
+import toy
 from packing import pack
 from ppo import gae, normalise, policy_loss, scale_loss, token_logprobs
 
@@ -297,6 +299,20 @@ def test_token_logprobs_never_hold_the_whole_matrix():
     with Watch():
         token_logprobs(*inputs, chunk=8)[0].sum().backward()
     assert largest == 8 * 300
+
+
+def test_rewards_are_scaled_and_clipped():
+    cfg = SimpleNamespace(reward_bias=-0.5, reward_scaling=10.0, reward_clip=20.0)
+    assert [ppo.scaled_reward(cfg, r) for r in (-9.0, 0.0, 0.5, 1.0, 9.0)] == [-20, -5, 0, 5, 20]
+
+
+def test_a_probe_is_at_temperature_one_whatever_the_policy_is_sampled_at():
+    policy, ids = ppo.Policy(toy.build_model(1), 0.5), [12, 3, 20, 4, 5, 90]
+    with torch.no_grad():
+        logprobs = policy.lm(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    want = logprobs.gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
+    assert ppo.probe(policy, ids, "cpu") == pytest.approx(want.tolist(), abs=1e-5)
+    assert policy.temperature == 0.5 and logprobs.exp().amax() > 0.1  # far from uniform, which no temperature changes
 
 
 PEAK = """

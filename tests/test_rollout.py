@@ -16,10 +16,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import toy
 from reward import Problem, encode_problems, hold_out
-from rollout import TransformersEngine, single_turn, stop_ids
+from rollout import SGLangEngine, check_request, single_turn
+from toy import TransformersEngine, stop_ids
 
 torch.set_num_threads(1)
 EOS = 60
+ENGINES: list[TransformersEngine] = []
 
 
 def tiny(seed: int, tied: bool = True) -> Qwen3ForCausalLM:
@@ -33,13 +35,33 @@ def tiny(seed: int, tied: bool = True) -> Qwen3ForCausalLM:
     return model
 
 
-def make(model, **changes) -> TransformersEngine:
+async def make(model, **changes) -> TransformersEngine:
     settings = dict(temperature=1.0, max_new_tokens=120, max_prompt_tokens=16, stop_ids=[EOS], batch_tokens=16,
-                    cache_bytes=1 << 26, seed=1, timeout_s=10.0)  # fmt: skip
-    return TransformersEngine(model, None, **(settings | changes))
+                    cache_bytes=1 << 26, seed=1, timeout_s=10.0, receive=lambda named: 0)  # fmt: skip
+    engine = TransformersEngine(model, None, **(settings | changes))
+    await engine.start()
+    ENGINES.append(engine)
+    return engine
 
 
-async def update(engine, version: int, source: torch.nn.Module) -> None:
+@pytest.fixture(autouse=True)
+def no_engine_survives():
+    """The threads of an engine that a failed test left open would keep pytest from ending."""
+    yield
+    while ENGINES:
+        asyncio.run(ENGINES.pop().close())
+
+
+async def decoding(engine, count: int) -> None:
+    """Returns in the middle of at least `count` long answers."""
+    while True:
+        await asyncio.sleep(0.01)
+        lengths = [len(piece.latest.generated_tokens) for piece in list(engine._pieces.values()) if piece.latest]
+        if sum(length > 10 for length in lengths) >= count:
+            return
+
+
+async def update(engine, version: int, source: torch.nn.Module, interrupt: bool = True) -> None:
     def fill(named):
         new = dict(source.named_parameters())
         with torch.no_grad():
@@ -47,9 +69,10 @@ async def update(engine, version: int, source: torch.nn.Module) -> None:
                 tensor.copy_(new[name])
         return version
 
-    await engine.pause()
-    await engine.load(version, fill)
-    engine.resume()
+    engine.receive = fill
+    await engine.pause(interrupt)
+    await engine.load(version)
+    await engine.resume()
 
 
 @torch.no_grad()
@@ -69,7 +92,7 @@ def test_logprobs_match_the_version_stamped_on_every_token(tied, temperature):
     extra = Counter()  # outputs of requests that were cut
 
     async def run():
-        engine = make(copy.deepcopy(models[0]), temperature=temperature, max_prompt_tokens=140)
+        engine = await make(copy.deepcopy(models[0]), temperature=temperature, max_prompt_tokens=140)
         note = engine._note
 
         def spy(output):
@@ -80,14 +103,10 @@ def test_logprobs_match_the_version_stamped_on_every_token(tied, temperature):
         await update(engine, 0, models[0])
         tasks = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts]
         for version in (1, 2):
-            while True:  # in the middle of long answers
-                await asyncio.sleep(0.01)
-                counts = [len(piece.latest.generated_tokens) for piece in list(engine._pieces.values()) if piece.latest]
-                if sum(count > 10 for count in counts) >= 4:
-                    break
+            await decoding(engine, 4)
             await update(engine, version, models[version])
         answers = await asyncio.gather(*tasks)
-        engine.close()
+        await engine.close()
         return answers
 
     answers = asyncio.run(run())
@@ -113,7 +132,7 @@ def test_logprobs_match_the_version_stamped_on_every_token(tied, temperature):
 def test_what_was_streamed_but_not_yet_noted_survives_an_update():
     async def run():
         models = [tiny(1), tiny(2)]
-        engine = make(copy.deepcopy(models[0]), stop_ids=[63], max_new_tokens=400)
+        engine = await make(copy.deepcopy(models[0]), stop_ids=[63], max_new_tokens=400)
         await update(engine, 0, models[0])
         real = engine.manager.get_result
 
@@ -128,7 +147,7 @@ def test_what_was_streamed_but_not_yet_noted_survives_an_update():
         await update(engine, 1, models[1])
         engine.manager.get_result = real
         answers = await asyncio.gather(*tasks)
-        engine.close()
+        await engine.close()
         return answers
 
     answers = asyncio.run(run())
@@ -141,10 +160,10 @@ def test_sampling_follows_the_policy_and_no_filter_of_the_model():
     model.generation_config.update(top_k=2, top_p=0.5, repetition_penalty=1.5, min_p=0.2, temperature=0.3)
 
     async def run():
-        engine = make(model, max_new_tokens=1)
+        engine = await make(model, max_new_tokens=1)
         await update(engine, 0, copy.deepcopy(model))
         answers = await asyncio.gather(*(engine.generate([5, 6, 7]) for _ in range(3000)))
-        engine.close()
+        await engine.close()
         return answers
 
     answers = asyncio.run(run())
@@ -157,7 +176,7 @@ def test_sampling_follows_the_policy_and_no_filter_of_the_model():
 
 def test_a_prompt_waits_for_the_first_weights_and_for_an_update_to_end():
     async def run():
-        engine = make(tiny(1), max_new_tokens=5)
+        engine = await make(tiny(1), max_new_tokens=5)
         early = asyncio.ensure_future(engine.generate([1, 2]))
         await asyncio.sleep(0.3)
         assert not early.done()
@@ -167,26 +186,104 @@ def test_a_prompt_waits_for_the_first_weights_and_for_an_update_to_end():
         late = asyncio.ensure_future(engine.generate([1, 2]))
         await asyncio.sleep(0.3)
         assert not late.done()
-        await engine.load(8, lambda named: 0)
-        engine.resume()
+        await engine.load(8)
+        await engine.resume()
         assert set((await late).versions) == {8}
-        engine.close()
+        await engine.close()
 
     asyncio.run(run())
+
+
+def test_an_update_that_may_not_interrupt_waits_until_answers_are_complete():
+    async def run():
+        models = [tiny(1), tiny(2)]
+        engine = await make(copy.deepcopy(models[0]), stop_ids=[63], max_new_tokens=100)
+        await update(engine, 0, models[0])
+        running = [asyncio.ensure_future(engine.generate([1, 2, i])) for i in range(6)]
+        await decoding(engine, 3)
+        pause, engine.receive = asyncio.ensure_future(engine.pause(interrupt=False)), lambda named: 0
+        await asyncio.sleep(0)
+        late = asyncio.ensure_future(engine.generate([1, 2, 7]))
+        assert sum(not task.done() for task in running) >= 3
+        await asyncio.wait_for(pause, 60)
+        assert all(task.done() for task in running) and not late.done()
+        await engine.load(1)
+        await engine.resume()
+        answers = [task.result() for task in running], await late
+        await engine.close()
+        return answers
+
+    answers, late = asyncio.run(run())
+    assert [answer.interruptions for answer in answers] == [0] * 6
+    assert all(set(answer.versions) == {0} and len(answer.versions) == len(answer.tokens) for answer in answers)
+    assert all(answer.tokens[-1] == 63 or len(answer.tokens) == 100 for answer in answers)
+    assert sum(len(answer.tokens) for answer in answers) > 60 and set(late.versions) == {1}
+
+
+REFUSED = [
+    ([1, 64], 5, {}, "the model has no token 64: its vocabulary ends at 63"),
+    ([-1, 1], 5, {}, "the model has no token -1: its vocabulary ends at 63"),
+    ([], 5, {}, "a prompt without tokens cannot be continued"),
+    ([1, 2], 0, {}, "a prompt of 2 tokens and 0 new ones do not fit into the 12 that"),
+    ([1, 2], 11, {}, "a prompt of 2 tokens and 11 new ones do not fit into the 12 that"),
+    ([1, 2], 5, {"top_p": 0.9}, "top_p: a request sets max_new_tokens only; filters and penalties would make"),
+    ([1, 2], 5, {"temperature": 1.0, "stop": []}, "stop: a request sets max_new_tokens only"),
+]
+
+
+def test_a_request_that_no_engine_may_see_is_refused_and_the_engine_lives():
+    async def run():
+        engine = await make(tiny(1), max_prompt_tokens=8, max_new_tokens=4)
+        await update(engine, 0, tiny(1))
+        for tokens, budget, sampling, sentence in REFUSED:
+            with pytest.raises(ValueError, match=f"^{sentence}"):
+                check_request(tokens, budget, 64, 12, sampling)
+            with pytest.raises(ValueError, match=f"^{sentence}"):
+                await asyncio.wait_for(engine.generate(tokens, budget, **sampling), 5)
+        assert len((await engine.generate([0, 63] * 4)).tokens) == 4  # 12 are as many as there may be
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def served(**more) -> dict:
+    """The settings of a server that a user has given `more`."""
+    return SGLangEngine([], None, who="generator rank 1", folder=Path("f"), settings={"device": "cpu"}, more=more,
+                        vocabulary=64, temperature=1.0, max_new_tokens=8, max_prompt_tokens=4, stop_ids=[EOS],
+                        startup_timeout=1.0, update_timeout=1.0, health_timeout=1.0).settings  # fmt: skip
+
+
+def test_settings_of_a_server_that_are_the_jobs_or_change_the_policy_are_refused():
+    for why, names in [("the job does", "port host nccl-port api_key tp_size model_path load-format dtype --device "
+                        "tensor-parallel-size dp-size nnodes load-form model"),  # aliases and abbreviations, too
+                       ("log-prob", "preferred-sampling-params speculative_algorithm quantization --lora-paths "
+                        "modelopt-quant sampling-defaults")]:
+        for name in names.split():
+            with pytest.raises(ValueError, match=f"may not set {name.lstrip('-').replace('_', '-')}: {why}"):
+                served(**{name: 1})
+    settings = served(mem_fraction_static=0.5, **{"stream-interval": 4, "attention_backend": "triton",
+                                                  "sampling-backend": "pytorch"})
+    assert (settings["mem-fraction-static"], settings["stream-interval"]) == (0.5, 4)
+    assert (settings["attention-backend"], served()["attention-backend"]) == ("triton", "torch_native")
 
 
 def test_a_failure_inside_the_engine_reaches_whoever_waits():
     async def run():
         model = tiny(1)
-        engine = make(model)
+        engine = await make(model)
         await update(engine, 0, copy.deepcopy(model))
 
         def broken(*args, **kwargs):
             raise ValueError("a broken kernel")
 
         model.forward = broken
+        watch = asyncio.ensure_future(engine.watch())
+        await asyncio.sleep(0.1)
+        assert not watch.done()
         with pytest.raises(RuntimeError, match="broken kernel"):
             await asyncio.wait_for(engine.generate([1, 2, 3]), 10)
+        with pytest.raises(RuntimeError, match="broken kernel"):
+            await asyncio.wait_for(watch, 1)  # a generator rank ends by it, whether or not it waits for an answer
 
     asyncio.run(run())
 
@@ -194,7 +291,7 @@ def test_a_failure_inside_the_engine_reaches_whoever_waits():
 def test_a_pause_that_does_not_come_has_a_deadline():
     async def run():
         model = tiny(1)
-        engine = make(model, timeout_s=0.5)
+        engine = await make(model, timeout_s=0.5)
         await update(engine, 0, copy.deepcopy(model))
         real = model.forward
 
@@ -207,9 +304,9 @@ def test_a_pause_that_does_not_come_has_a_deadline():
         await asyncio.sleep(0.2)
         with pytest.raises(TimeoutError, match="did not pause within"):
             await engine.pause()
-        engine.resume()
+        await engine.resume()
         await task
-        engine.close()
+        await engine.close()
 
     asyncio.run(run())
 
@@ -217,7 +314,7 @@ def test_a_pause_that_does_not_come_has_a_deadline():
 def test_a_cache_too_small_for_one_answer_is_refused():
     async def run():
         with pytest.raises(ValueError, match="raise cache_gb"):
-            make(tiny(1), cache_bytes=1 << 10)
+            await make(tiny(1), cache_bytes=1 << 10)
 
     asyncio.run(run())
 
@@ -227,7 +324,7 @@ def test_a_trajectory_holds_the_engines_tokens_untouched():
 
     async def run():
         model = toy.build_model(1)
-        engine = make(model, stop_ids=stop_ids("toy", tokenizer), max_new_tokens=20)
+        engine = await make(model, stop_ids=stop_ids("toy", tokenizer), max_new_tokens=20)
         engine.tokenizer = tokenizer
         seen = []
         real = engine.generate
@@ -245,16 +342,16 @@ def test_a_trajectory_holds_the_engines_tokens_untouched():
             return 1.0
 
         (trajectory,) = await single_turn(problem, engine, score)
-        engine.close()
+        await engine.close()
         return problem, seen[0][1], trajectory
 
     problem, answer, trajectory = asyncio.run(run())
     assert trajectory.tokens.tolist() == list(problem.prompt_ids) + answer.tokens
     assert trajectory.loss_mask.tolist() == [False] * len(problem.prompt_ids) + [True] * len(answer.tokens)
     assert trajectory.reward == 1.0 and trajectory.finish_reason == answer.finish_reason
-    # Nothing in this file turns a response back into tokens.
+    # Nothing in that file turns a response back into tokens.
     source = Path(single_turn.__code__.co_filename).read_text()
-    assert not re.search(r"(?<!_)tokenizer\(|\.encode\(", source)
+    assert not re.search(r"(?<!_)tokenizer\(|tokenizer\.encode\(", source)
 
 
 def test_prompts_too_long_are_dropped_and_held_out_ones_do_not_depend_on_order():

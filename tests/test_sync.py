@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import queue as queues
 import random
-import sys
+import re
 import threading
 import time
 import traceback
@@ -27,7 +27,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sandbox
 import sync
+from packing import bucket_numel, buckets, check_manifest, manifest
+from sandbox import die
 from sync import (
     PART_BYTES,
     Channel,
@@ -35,17 +38,14 @@ from sync import (
     StalenessError,
     StalenessQueue,
     admission_limit,
-    buckets,
-    check_manifest,
     combine,
-    die,
-    manifest,
     receive_weights,
     send_weights,
 )
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
+FIRST = {"manifest": [["w", [2]]], "join": {}}  # goes along with the first update
 FRESH = {"version": 0, "oldest": 0, "passed": [], "rejected": 0}  # the state of a queue that has seen nothing
 
 
@@ -623,10 +623,10 @@ def test_sweep_removes_what_older_attempts_left_and_nothing_else(store, monkeypa
 class Desk:
     """A dispatcher, what it reported as fatal, and the generators' end of the line, worked by hand."""
 
-    def __init__(self, queue, ranks=(1, 2), batch_timeout=5.0, update_timeout=5.0, max_rejections=100):
+    def __init__(self, queue, ranks=(1, 2), batch_timeout=5.0, update_timeout=5.0, max_rejections=100, **more):
         self.failures = queues.SimpleQueue()
         self.dispatcher = Dispatcher(queue, list(ranks), batch_timeout, update_timeout, max_rejections,
-                                     fail=self.failures.put)  # fmt: skip
+                                     fail=self.failures.put, **more)  # fmt: skip
         self.queue, self.line = queue, Channel(5)
 
     def say(self, kind, rank=1, **content):
@@ -647,10 +647,16 @@ class Desk:
         """A whole update to which all generators answer rightly."""
         for rank in ranks:
             self.say("paused", rank, version=version)
-        self.dispatcher.begin_update(version, [["w", [2]]])
+        self.dispatcher.begin_update(version, FIRST)
         self.dispatcher.sent(version, checksum)
         for rank in ranks:
             self.say("loaded", rank, version=version, checksum=checksum)
+
+    def settle(self):
+        """Returns once all that was said is handled, and nothing of it was fatal."""
+        [self.say("ready", rank) for rank in self.dispatcher.generators]
+        self.dispatcher.gather("ready", None, 5)
+        assert self.failures.empty()
 
     def failure(self):
         soon(lambda: not self.failures.empty())
@@ -752,20 +758,20 @@ def test_a_missing_reply_names_the_generators_that_were_waited_for(store, kind):
     elif kind == "paused":
         desk.say("paused", 3, version=0)
         with pytest.raises(TimeoutError, match=want):
-            desk.dispatcher.begin_update(0, [])
+            desk.dispatcher.begin_update(0, FIRST)
     else:
         desk.update(0, ranks=(2, 3, 5))
         soon(lambda: len(desk.dispatcher.replies.get(("loaded", 0), ())) == 3)
         desk.dispatcher.replies[("loaded", 0)] = {3: desk.dispatcher.replies[("loaded", 0)][3]}  # two never came
         with pytest.raises(TimeoutError, match=want):  # the next update waits for the one before it
-            desk.dispatcher.begin_update(1, [])
+            desk.dispatcher.begin_update(1, FIRST)
         assert [notice["do"] for notice in desk.notices(2)] == ["update"]  # ... and was not announced
 
 
 def test_a_wrong_checksum_is_fatal_when_it_comes_after_sent(store):
     desk = Desk(StalenessQueue(groups=2, max_staleness=1, steps=9))
     [desk.say("paused", rank, version=3) for rank in (1, 2)]
-    desk.dispatcher.begin_update(3, [])
+    desk.dispatcher.begin_update(3, FIRST)
     desk.dispatcher.sent(3, 0xABC)
     desk.say("loaded", 1, version=3, checksum=0xABC)
     desk.say("loaded", 2, version=3, checksum=0xABD)
@@ -776,7 +782,7 @@ def test_a_wrong_checksum_is_fatal_when_it_comes_before_sent(store):
     """The trainer's last broadcast may return after a generator has loaded everything."""
     desk = Desk(StalenessQueue(groups=2, max_staleness=1, steps=9))
     [desk.say("paused", rank, version=3) for rank in (1, 2)]
-    desk.dispatcher.begin_update(3, [])
+    desk.dispatcher.begin_update(3, FIRST)
     desk.say("loaded", 1, version=3, checksum=0xABD)
     soon(lambda: ("loaded", 3) in desk.dispatcher.replies)
     with pytest.raises(RuntimeError, match="rank 1 holds .* version 3: checksum 0000000000000abd, sent 0+abc$"):
@@ -787,7 +793,7 @@ def test_right_checksums_pass_in_either_order(store):
     desk = Desk(StalenessQueue(groups=2, max_staleness=1, steps=9))
     for version in range(4):
         [desk.say("paused", rank, version=version) for rank in (1, 2)]
-        desk.dispatcher.begin_update(version, [["w", [2]]])
+        desk.dispatcher.begin_update(version, FIRST)
         if version % 2:
             [desk.say("loaded", rank, version=version, checksum=version + 9) for rank in (1, 2)]
             soon(lambda v=version: len(desk.dispatcher.replies.get(("loaded", v), ())) == 2)
@@ -796,7 +802,72 @@ def test_right_checksums_pass_in_either_order(store):
             [desk.say("loaded", rank, version=version, checksum=version + 9) for rank in (1, 2)]
     updates = desk.notices(2)
     assert [notice["version"] for notice in updates] == [0, 1, 2, 3] and desk.failures.empty()
-    assert [notice["manifest"] for notice in updates] == [[["w", [2]]], None, None, None]  # once is enough
+    assert [notice["first"] for notice in updates] == [FIRST, None, None, None]  # once is enough
+
+
+SERVED = {"changed": True, "checksum": "a", "probe": [-1.0, -2.0, -3.0]}  # what a server that has all right replies
+
+
+@pytest.mark.parametrize("sent_first", [True, False])
+@pytest.mark.parametrize("reply, dtype, want", [
+    ({}, "float32", None),
+    ({"changed": False}, "float32", "rank 2 .* server's tensors changed: False, the trainer's: True"),
+    ({"checksum": "b"}, "float32", "rank [12] .* generator rank [12]'s server has other sums of its tensors"),
+    ({"probe": [-1.0, -2.002, -3.0]}, "float32", None),  # 7e-4 nats a token: rounding
+    ({"probe": [-1.0, -2.004, -3.0]}, "float32", "rank 2 .* disagree by 0.0013 nats a token about the probe"),
+    ({"probe": [-1.0, float("nan"), -3.0]}, "float32", "rank 2 .* disagree by nan nats"),
+    ({"probe": [-1.1, -1.9, -3.09]}, "bfloat16", None),  # 0.097
+    ({"probe": [-1.1, -1.9, -3.2]}, "bfloat16", "rank 2 .* disagree by 0.1333 nats"),  # the signs do not cancel
+])
+def test_a_server_with_other_weights_is_fatal_in_either_order(store, reply, dtype, want, sent_first):
+    desk = Desk(StalenessQueue(groups=2, max_staleness=1, steps=9))
+    [desk.say("paused", rank, version=0) for rank in (1, 2)]
+    desk.dispatcher.begin_update(0, FIRST)
+    if sent_first:
+        desk.dispatcher.sent(0, 5, SERVED["probe"], dtype)
+    desk.say("loaded", 1, version=0, **SERVED)
+    desk.say("loaded", 2, version=0, **SERVED | reply)
+    if sent_first and want:
+        assert re.search(want, str(error := desk.failure())), error
+        return
+    desk.settle()
+    if not sent_first:
+        with pytest.raises(RuntimeError, match=want) if want else contextlib.nullcontext():
+            desk.dispatcher.sent(0, 5, SERVED["probe"], dtype)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_server_may_not_change_where_the_trainer_did_not(store, changed):
+    desk = Desk(StalenessQueue(groups=2, max_staleness=1, steps=9), ranks=(1,))
+    for version, checksum in enumerate([5, 6, 6]):  # all optimiser steps of the last one were skipped
+        desk.say("paused", version=version)
+        desk.dispatcher.begin_update(version, FIRST)
+        desk.dispatcher.sent(version, checksum, SERVED["probe"])
+        desk.say("loaded", version=version, **SERVED | {"changed": version < 2 or changed})
+    if changed:
+        assert "server's tensors changed: True, the trainer's: False" in str(desk.failure())
+    else:
+        desk.settle()
+
+
+@pytest.mark.parametrize("interrupt, batch_timeout, want", [(True, 5.0, 0.5), (False, 5.0, 5.0), (False, 0.1, 0.5)])
+def test_without_interruption_a_pause_may_take_as_long_as_a_batch(store, interrupt, batch_timeout, want):
+    desk = Desk(StalenessQueue(groups=2, max_staleness=1, steps=9), (1,), batch_timeout, 0.5, interrupt=interrupt)
+    threading.Timer(1.0, desk.say, ["paused"], {"version": 0}).start()  # its answers are complete
+    with pytest.raises(TimeoutError, match="'paused'") if want < 1 else contextlib.nullcontext():
+        desk.dispatcher.begin_update(0, FIRST)
+    assert desk.dispatcher.pause_timeout == want
+
+
+def test_ranks_that_only_lend_their_gpu_hear_of_the_end_and_nothing_else(store):
+    desk = Desk(StalenessQueue(groups=2, max_staleness=1, steps=9), ranks=(1, 3), helpers=(2, 4))
+    desk.update(0, ranks=(1, 3))
+    desk.dispatcher.publish()
+    [desk.say("evaluated", rank) for rank in (1, 3)]
+    desk.dispatcher.evaluate(5)
+    desk.dispatcher.stop()
+    assert desk.notices(2) == desk.notices(4) == [{"do": "stop"}]
+    assert [notice["do"] for notice in desk.notices(3)] == ["update", "admit", "evaluate", "stop"]
 
 
 def test_no_generator_hears_of_a_version_before_its_update(store):
@@ -808,7 +879,7 @@ def test_no_generator_hears_of_a_version_before_its_update(store):
         desk.group(ticket, head=step)
         desk.dispatcher.next_batch()
         [desk.say("paused", rank, version=step + 1) for rank in (1, 2)]
-        desk.dispatcher.begin_update(step + 1, [])
+        desk.dispatcher.begin_update(step + 1, FIRST)
         desk.group(ticket + 1, accepted=False)  # a rejection in the middle of the update
         soon(lambda n=step + 1: desk.queue.rejected == n)
         desk.dispatcher.sent(step + 1, 5)
@@ -906,7 +977,7 @@ def test_a_job_of_threads_on_a_real_store_keeps_the_bound_and_leaves_nothing_beh
     trainer, tickets = Channel(5), []
 
     def push_weights(version):
-        dispatcher.begin_update(version, [])
+        dispatcher.begin_update(version, FIRST)
         dispatcher.sent(version, version * 3)
 
     push_weights(0)
@@ -949,7 +1020,7 @@ class Wire:
         if group == "send":
             work.wait = lambda: self.buckets.append(tensor.clone())
         else:
-            tensor.fill_(float("nan"))
+            tensor.fill_(0xFF)  # not a number in any dtype
             bucket, self.received = self.received, self.received + 1
             work.wait = lambda: tensor.copy_(self.buckets[bucket])
         return work
@@ -995,18 +1066,15 @@ def test_weights_of_other_layouts_arrive():
     assert checksums[0] == checksums[1] and all(torch.equal(s, h) for (_, s), (_, h) in zip(sent, held, strict=True))
 
 
-def test_buckets_keep_order_alignment_and_size():
-    named = random_weights(ODD_SHAPES, 0)
-    for dtype, size in [(torch.float32, 4), (torch.bfloat16, 2)]:
-        for limit in (1, 64, 1000, 1 << 20):
-            plan = buckets(named, dtype, limit)
-            assert [name for bucket in plan for name, _, _ in bucket] == [name for name, _ in named]
-            for bucket in plan:
-                ends = [offset + tensor.numel() for _, tensor, offset in bucket]
-                assert all(offset >= end for (_, _, offset), end in zip(bucket[1:], ends, strict=False))
-                assert all(offset * size % 16 == 0 for _, _, offset in bucket)
-                assert ends[-1] * size <= limit or len(bucket) == 1
-    assert len(buckets(named, torch.float32, 1 << 20)) == 1 and len(buckets(named, torch.float32, 1)) == len(named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_server_is_sent_the_bytes_of_the_tensors_end_to_end(dtype):
+    sent, wire, size = random_weights(ODD_SHAPES, 1), Wire(), dtype.itemsize
+    with mock.patch.object(sync.dist, "broadcast", wire.broadcast):
+        send_weights(sent, "send", dtype=dtype, device=CPU, bucket_bytes=500, root=True, align=size)
+    plan = buckets(sent, dtype, 500, align=size)
+    assert [len(bucket) for bucket in wire.buckets] == [size * bucket_numel(bucket) for bucket in plan]
+    want = torch.cat([tensor.reshape(-1).to(dtype) for _, tensor in sent])
+    assert torch.equal(torch.cat(wire.buckets), want.view(torch.uint8)) and len(plan) > 2
 
 
 def held_checksum(named):
@@ -1029,6 +1097,19 @@ def test_every_single_flipped_bit_changes_the_checksum(dtype, numel):
             assert held_checksum(named) != good, f"element {i}, bit {bit}"
             words[i] = word
     assert held_checksum(named) == good
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_at_any_place_of_a_bucket_has_a_sum_that_sees_every_flipped_bit(dtype):
+    """Without gaps a tensor may begin and end within a 64-bit word."""
+    whole = torch.randn(24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for start, numel in itertools.product(range(5), (1, 2, 3, 4, 8)):
+        part = whole[start : start + numel]
+        good, octets = sync._word_sum(part).item(), part.view(torch.uint8)
+        for i, bit in itertools.product(range(len(octets)), range(8)):
+            octets[i] ^= 1 << bit
+            assert sync._word_sum(part).item() != good, f"{numel} elements from {start}, byte {i}, bit {bit}"
+            octets[i] ^= 1 << bit
 
 
 def test_exchanged_tensors_change_the_checksum():
@@ -1055,23 +1136,6 @@ def test_a_load_that_fails_to_write_a_tensor_is_seen_in_the_checksum():
     held[6] = ("w6", held[6][1].as_subclass(Stubborn))
     checksums = Wire().transfer(sent, held, torch.float32, 1000)
     assert checksums[0] != checksums[1]
-
-
-def test_other_manifests_are_refused_by_name():
-    named = random_weights([(2, 3), (3, 2), (4,)], 0)
-    ours = json.loads(json.dumps(manifest(named)))
-    assert ours == [["w0", [2, 3]], ["w1", [3, 2]], ["w2", [4]]]
-    check_manifest(ours, manifest(named), 1)
-    for held, want in [
-        (named[:2], r"only the trainer has \[\['w2', .*only the generator \[\],"),
-        (named + [("w3", torch.ones(1))], r"only the trainer has \[\], only the generator \[\['w3', \[1\]\]\]"),
-        (named[:2] + [("x", named[2][1])], r"only the trainer has \[\['w2', .*only the generator \[\['x', "),
-        ([("w0", torch.ones(3, 2)), *named[1:]], r"only the generator \[\['w0', \[3, 2\]\]\]"),
-        # The layout of a bucket follows the order, so the same names in another order would get each other's values.
-        ([named[1], named[0], named[2]], "order"),
-    ]:
-        with pytest.raises(RuntimeError, match=f"generator rank 7 and the trainer hold different models.*{want}"):
-            check_manifest(ours, manifest(held), 7)
 
 
 # -- real processes
@@ -1204,14 +1268,14 @@ def interrupted(rank, how):
     named = random_weights([(1 << 20,)] * 8, 0)  # 4 MiB each: more than a socket swallows unread
     group = dist.new_group([0, 1], timedelta(seconds=3))
     if rank == 1:
-        dist.broadcast(torch.empty(1 << 20), src=0, group=group)
+        dist.broadcast(torch.empty(1 << 22, dtype=torch.uint8), src=0, group=group)
         os._exit(1) if how == "dies" else time.sleep(60)
     begin = time.monotonic()
     try:
         send_weights(named, group, dtype=torch.float32, device=CPU, bucket_bytes=1 << 22, root=True)
     except Exception as error:
         seconds, held = time.monotonic() - begin, []
-        with mock.patch.object(sync.time, "sleep", held.append), mock.patch.object(sync.os, "_exit"):
+        with mock.patch.object(sandbox.time, "sleep", held.append), mock.patch.object(sandbox.os, "_exit"):
             die("trainer", 0, error)
         return seconds, f"{type(error).__name__}: {error}", sum(held)
     return None
@@ -1224,71 +1288,3 @@ def test_a_receiver_that_is_gone_makes_the_sender_fail_in_time(tmp_path, how):
     seconds, error, held = sent
     assert seconds < 2.5 if how == "dies" else 2.5 < seconds < 10  # the group's timeout is 3 s
     assert held == 5, f"{error} is no cause: it has to let the dead rank's own error come first"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 5. The end
-
-
-def ending(path, error, broken_stdout):
-    """In a process of its own: threads that never end, and an error."""
-    stderr = os.open(path, os.O_WRONLY | os.O_CREAT)
-    os.dup2(stderr, 2)
-    if broken_stdout:
-        reader, writer = os.pipe()
-        os.close(reader)
-        os.dup2(writer, 1)
-    sys.stdout = open(1, "w", closefd=False)  # buffered, whatever the environment says
-    print("output that is not flushed yet", end="")
-    threading.Thread(target=threading.Event().wait, daemon=False).start()
-    try:
-        raise error
-    except Exception as caught:
-        die("trainer", 3, caught)
-
-
-@pytest.mark.parametrize("broken_stdout", [False, True])
-def test_die_says_who_and_why_and_ends_the_process_at_once(tmp_path, broken_stdout):
-    process = PROCESSES.Process(target=ending, args=(tmp_path / "stderr", ValueError("no such thing"), broken_stdout))
-    process.start()
-    begin = time.monotonic()
-    process.join(30)
-    seconds, alive = time.monotonic() - begin, process.is_alive()
-    process.kill()
-    lines = [line for line in (tmp_path / "stderr").read_text().splitlines() if line]
-    assert not alive, "a blocked thread kept the process"
-    assert process.exitcode == 1 and seconds < 10
-    assert lines[0] == "[rank 3, trainer] ValueError: no such thing"
-    assert lines[1].startswith("Traceback") and "raise error" in "".join(lines)
-
-
-class Exited(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("error, lost_peer", [
-    (ValueError("no such thing"), False),
-    (RuntimeError("problems are too hard"), False),
-    (TimeoutError("trainer rank 0 waited 60 s for 'paused' (version 3) from generator rank(s) [2]"), False),
-    (StalenessError("ticket 5"), False),
-    (dist.DistNetworkError("Connection reset by peer"), True),
-    (dist.DistStoreError("Broken pipe"), True),
-    (dist.DistBackendError("NCCL communicator was aborted"), True),
-    (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7"), True),
-])
-def test_an_error_that_only_says_that_a_peer_is_gone_comes_later(monkeypatch, capsys, error, lost_peer):
-    slept = []
-
-    def leave(code):
-        raise Exited(code)
-
-    def sleep(seconds):
-        assert capsys.readouterr().err == ""  # nothing is said before
-        slept.append(seconds)
-
-    monkeypatch.setattr(sync.os, "_exit", leave)
-    monkeypatch.setattr(sync.time, "sleep", sleep)
-    with pytest.raises(Exited, match="1"):
-        die("generator", 4, error)
-    assert bool(slept) == lost_peer and sum(slept) < 10  # the whole job has to be gone within 15 s
-    assert capsys.readouterr().err.lstrip().startswith(f"[rank 4, generator] {type(error).__name__}: {error}")

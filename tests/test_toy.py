@@ -3,6 +3,8 @@
     pytest tests/test_toy.py
 """
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -128,6 +130,32 @@ def test_the_same_in_another_process():
     there = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert json.loads(there.stdout) == json.loads(json.dumps(here))
     assert toy.problems("train", 50, 8) != here[0] and toy.demonstrations(50, 8) != here[2]
+
+
+@pytest.mark.parametrize(("version", "kernels", "cuda", "missing", "why"), [
+    ("", True, True, "SGLang is not installed, see requirements-sglang.txt", ""),
+    ("0.5.23", False, False, "SGLang 0.5.23 is installed, but there is no GPU and it has no CPU kernels", ""),
+    ("0.5.23", True, False, "", "0.5.23; "),
+    ("0.5.23", False, True, "", "0.5.23; "),
+    ("0.5.24", False, True, "", "0.5.24; warning: UNTESTED, the tests run 0.5.23; "),
+])  # fmt: skip
+def test_the_engine_is_the_one_that_can_run_and_says_why(monkeypatch, version, kernels, cuda, missing, why):
+    def installed(name):
+        if name != "sglang" or not version:
+            raise importlib.metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(toy, "SGLANG_TESTED", ((0, 5, 23),))
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: kernels and name == "sgl_kernel" or None)
+    assert toy.choose_engine("transformers", cuda) == ("transformers", "asked for")
+    auto = ("transformers", f"auto: {missing}") if missing else ("sglang", f"{why}auto: it is installed")
+    assert toy.choose_engine("auto", cuda) == auto
+    if missing:
+        with pytest.raises(ValueError, match=f"^engine=sglang cannot run here: {missing}$"):
+            toy.choose_engine("sglang", cuda)
+    else:
+        assert toy.choose_engine("sglang", cuda) == ("sglang", f"{why}asked for")
 
 
 def test_the_script_prints_problems(capsys):

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import re
@@ -55,6 +56,12 @@ torch.set_num_threads(1)
         ("--config=missing.yaml", "missing.yaml"),
         ("--stepz 3", "there is no setting --stepz"),
         ("--steps three", "invalid int value"),
+        ("--top_p 0.9", "no setting --top_p: filters and penalties would make log-probabilities another"),
+        ("--top_k=5", "no setting --top_k"),
+        ("--min_p 0.1", "filters and penalties"),
+        ("--repetition_penalty 1.1", "filters and penalties"),
+        ("--generator_tp 0", "generator_tp must be at least 1"),
+        ("--engine_timeout 0", "engine_timeout must be at least 1"),
         ("--config missing.yaml", "missing.yaml"),
     ],
 )
@@ -70,6 +77,57 @@ def test_settings_that_cannot_work_are_refused_in_a_sentence(settings, sentence)
 def test_one_rank_is_told_what_to_type(world, sentence):
     with pytest.raises(Refused, match=re.escape(sentence)):
         check(Config(), world)
+
+
+@pytest.fixture(params=["sglang", "transformers"])
+def engine(request, monkeypatch):
+    """The engine that this machine is said to have."""
+    monkeypatch.setattr(toy, "choose_engine", lambda engine, cuda: (request.param, "said so"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    return request.param
+
+
+@pytest.mark.parametrize("engine, settings, world, sentence", [
+    ("transformers", {"generator_tp": 2}, 4, "are for SGLang, but the engine here would be transformers"),
+    ("transformers", {"engine_args": "{stream-interval: 4}"}, 2, "are for SGLang, but the engine here would be"),
+    ("sglang", {"engine_args": "[1]"}, 2, "engine_args='[1]' is no YAML mapping of names to values"),
+    ("sglang", {"engine_args": "stream-interval"}, 2, "is no YAML mapping"),
+    ("sglang", {"engine_args": "{a: ["}, 2, "is no YAML mapping"),
+    ("sglang", {"engine_args": "{tp_size: 2}"}, 2, "engine_args may not set tp-size: the job does"),
+    ("sglang", {"engine_args": "{quantization: fp8}"}, 2, "engine_args may not set quantization: log-probabilities"),
+    ("sglang", {"generator_tp": 2, "trainers": 1}, 4, "3 generator ranks cannot be split into servers of"),
+    ("sglang", {"generator_tp": 3, "trainers": 6}, 12, "8 ranks a host: a server would lie on two"),
+], indirect=["engine"])  # fmt: skip
+def test_an_engine_that_could_not_be_started_so_is_refused(engine, settings, world, sentence):
+    with pytest.raises(Refused) as refusal:
+        check(Config(**settings), world)
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+def test_slots_are_those_of_a_server_which_stays_on_its_host_and_is_not_interrupted_if_old(engine, monkeypatch):
+    for world, trainers, tp, slots in [(8, 4, 2, 16), (8, 2, 3, 16), (16, 8, 8, 32), (12, 8, 4, 32), (8, 4, 1, 8)]:
+        assert check(Config(trainers=trainers, generator_tp=tp), world).slots == slots
+    for release, interrupt in [((0, 5, 23), True), ((0, 5, 20), False)]:
+        monkeypatch.setattr(toy, "sglang_release", lambda release=release: release)
+        assert check(Config(), 2).interrupt == interrupt and not check(Config(interrupt=False), 2).interrupt
+
+
+def test_sglang_is_refused_where_it_is_missing(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(Refused, match="^engine=sglang cannot run here: SGLang is not installed"):
+        check(Config(engine="sglang"), 2)
+    check(Config(engine="sglang", objective="sft"), 2)  # nobody generates
+
+
+def test_the_first_rank_of_a_server_has_it_and_the_others_lend_their_gpu():
+    me = dataclasses.replace(ME, world=8, trainers=2)
+    assert me.servers(1) == ([2, 3, 4, 5, 6, 7], []) and me.servers(3) == ([2, 5], [3, 4, 6, 7])
+    ranks = evaluate.derive(Config(generator_tp=3), me, {})["ranks"]
+    assert ranks == "8: trainers [0, 1], generators [2, 5], their tensor-parallel helpers [3, 4, 6, 7]"
 
 
 @pytest.mark.parametrize("world, trainers, slots", [(2, 1, 32), (3, 1, 16), (8, 4, 8)])
@@ -159,13 +217,13 @@ def test_toy_problems_are_held_out():
 
 GRADIENT = """
 import os, sys, torch
-import train
+import ppo, train
 from packing import Trajectory, pack, plan_step
 torch.set_num_threads(1)
 cfg = train.check(train.parse(sys.argv[2:] + ["--objective", "sft"]), int(os.environ["WORLD_SIZE"]))
 me = train.join(cfg)
 policy = train.build_policy(cfg, me, "")
-optimizer = train.build_optimizer(cfg, policy, 1e-6)
+optimizer = ppo.build_optimizer(cfg, policy, 1e-6)
 before = [p.full_tensor().clone() for p in policy.parameters()]
 generator = torch.Generator().manual_seed(3)
 batch = []
@@ -181,7 +239,7 @@ plan = plan_step([len(t.tokens) for t in batch], [int(t.loss_mask.sum()) for t i
 minibatches = [(m.denominator, [pack([batch[i] for i in micro]) for micro in m.micro[me.rank]],
                 [[10 * batch[i].reward - 5 for i in micro] for micro in m.micro[me.rank]]) for m in plan]
 from contextlib import nullcontext
-stats = train.ppo.ppo_step(policy, optimizer, minibatches, cfg, version=0, phase=lambda name: nullcontext(),
+stats = ppo.ppo_step(policy, optimizer, minibatches, cfg, version=0, phase=lambda name: nullcontext(),
                            **me.share())
 grads = [p.grad.full_tensor() for p in policy.parameters()]
 after = [p.full_tensor() for p in policy.parameters()]
@@ -230,7 +288,7 @@ def alone(tmp_path):
 def test_a_checkpoint_restores_weights_adam_and_random_state(alone, tmp_path):
     cfg = Config()
     policy = train.build_policy(cfg, alone, "")
-    optimizer = train.build_optimizer(cfg, policy, 1e-3)
+    optimizer = ppo.build_optimizer(cfg, policy, 1e-3)
 
     def steps(count):
         for _ in range(count):
@@ -262,7 +320,7 @@ def test_a_checkpoint_restores_weights_adam_and_random_state(alone, tmp_path):
 def test_a_checkpoint_cut_off_while_writing_leaves_the_last_good_one(alone, monkeypatch):
     cfg = Config(keep_checkpoints=2)
     policy = train.build_policy(cfg, alone, "")
-    optimizer = train.build_optimizer(cfg, policy, 1e-3)
+    optimizer = ppo.build_optimizer(cfg, policy, 1e-3)
     parent = alone.folder / "checkpoints"
 
     def save(version):
@@ -401,11 +459,6 @@ def test_warnings_for_what_silently_spoils_a_run(tmp_path, capsys):
     records.step(4, [group([1.0, 1.0])], {"logprob_gap": 0.5, "skipped_updates": 2}, 0.1, 0, Silence())
     out = capsys.readouterr().out
     assert "nothing to learn" in out and "disagree by 0.500" in out and "2 updates of step 4 had no finite" in out
-
-
-def test_rewards_are_scaled_and_clipped():
-    cfg = Config()
-    assert [train.scaled_reward(cfg, r) for r in (0.0, 0.5, 1.0, 9.0)] == [-5, 0, 5, 20]
 
 
 def test_importing_train_starts_nothing():
