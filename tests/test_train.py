@@ -464,3 +464,12 @@ def test_warnings_for_what_silently_spoils_a_run(tmp_path, capsys):
 def test_importing_train_starts_nothing():
     assert ROOT == Path(train.__file__).parent and not dist.is_initialized()
     assert math.isfinite(ppo.MAX_LOG_RATIO)
+
+
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+@pytest.mark.parametrize("path", sorted((Path(train.__file__).parent / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_recipes_load_for_the_ranks_they_name(engine, path, tmp_path):
+    (tmp_path / "problems.jsonl").write_text("")
+    ranks = int(re.search(r"--nproc_per_node (\d+)", path.read_text())[1])
+    cfg = check(parse(["--config", str(path), "--data", str(tmp_path / "problems.jsonl")]), ranks)
+    assert cfg.microbatch_tokens >= cfg.max_prompt_tokens + cfg.max_new_tokens and cfg.trainers < ranks
