@@ -42,7 +42,6 @@ from tqdm import tqdm
 import toy
 from packing import Trajectory, batch_stats
 from reward import Problem, encode_problems, hold_out, load_demonstrations, load_problems
-from toy import load_tokenizer
 
 
 def pass_at_1(shares: list[dict]) -> dict:
@@ -287,9 +286,12 @@ class Records:
 
 def open_tokenizer(cfg):
     try:
-        tokenizer = load_tokenizer(cfg.model)
+        tokenizer, config = toy.load_tokenizer(cfg.model), toy.load_config(cfg.model).get_text_config()
     except (OSError, ValueError) as error:
         raise Refused(f"model={cfg.model}: {str(error).splitlines()[0]}") from error
+    longest, most = cfg.max_prompt_tokens + cfg.max_new_tokens, getattr(config, "max_position_embeddings", None)
+    if most and longest > most and cfg.objective == "rl":
+        raise Refused(f"max_prompt_tokens + max_new_tokens = {longest}, but {cfg.model} was made for {most} positions")
     if cfg.chat and not tokenizer.chat_template:
         raise Refused(f"chat=true, but the tokenizer of {cfg.model} has no chat template")
     return tokenizer

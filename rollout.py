@@ -147,22 +147,21 @@ class SGLangEngine:
                  max_new_tokens: int, max_prompt_tokens: int, vocabulary: int, stop_ids: list[int],
                  startup_timeout: float, update_timeout: float, health_timeout: float):  # fmt: skip
         self._parameters, self.tokenizer, self.who, self.folder = parameters, tokenizer, who, folder
-        self.max_new_tokens, self.vocabulary, self.longest = (
-            max_new_tokens, vocabulary, max_prompt_tokens + max_new_tokens)  # fmt: skip
+        self.max_new_tokens, self.vocabulary = max_new_tokens, vocabulary
+        self.longest = max_prompt_tokens + max_new_tokens
         self.startup_timeout, self.update_timeout, self.health_timeout = startup_timeout, update_timeout, health_timeout
         # Filters are off even where the model's folder asks for some: the log-probability must be the policy's.
         self.sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
                          "presence_penalty": 0.0, "repetition_penalty": 1.0, "stop_token_ids": stop_ids}  # fmt: skip
         self.settings = {
             "tp-size": 1, "load-format": "dummy", "skip-tokenizer-init": True, "skip-server-warmup": True,
-            "host": "127.0.0.1", "api-key": secrets.token_hex(16), "context-length": self.longest + 1,
+            "host": "127.0.0.1", "api-key": secrets.token_hex(16), "context-length": self.longest + 8,
             "enable-priority-scheduling": True, "default-priority-value": 0,  # a probe must not queue
-            "log-level-http": "warning",
-            **settings,
+            "log-level-http": "warning", **settings,
         }  # fmt: skip
         if self.settings["device"] == "cpu":  # what SGLang does where it has no kernels of its own
-            self.settings |= {"attention-backend": "torch_native", "disable-overlap-schedule": True}
-            self.settings |= {"sleep-on-idle": True}
+            self.settings |= {"attention-backend": "torch_native", "disable-overlap-schedule": True,
+                              "sleep-on-idle": True}  # fmt: skip
         self.settings |= check_settings(more)
         self.gate = Gate()
         self.version = -1  # no weights yet
@@ -180,6 +179,7 @@ class SGLangEngine:
         folder = self.folder.resolve()
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         environment = clean_environment(SGLANG_HEALTH_CHECK_TIMEOUT=str(int(self.health_timeout)))
+        environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # it keeps some for itself, so it has more
         if len(str(folder)) < 80:  # its sockets lie there, and the path of a socket has to be short
             environment["TMPDIR"] = str(folder / "tmp")
         if self.settings["device"] == "cpu":

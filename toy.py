@@ -69,13 +69,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))  # <unk> is no word: an unknown one raises
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
+    )  # fmt: skip
 
 
 def build_config() -> Qwen3Config:
@@ -252,6 +248,10 @@ def cache_token_bytes(config, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
 
 
+def load_config(model: str):
+    return build_config() if model == "toy" else AutoConfig.from_pretrained(model)
+
+
 def load_tokenizer(model: str):
     return build_tokenizer() if model == "toy" else AutoTokenizer.from_pretrained(model)
 
@@ -260,7 +260,7 @@ def empty_model(model: str, dtype: torch.dtype, seed: int):
     """The architecture alone: a generator's weights come as the first update, like any other."""
     if model == "toy":
         return build_model(seed, dtype)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
+    return AutoModelForCausalLM.from_config(load_config(model), dtype=dtype)
 
 
 def stop_ids(model: str, tokenizer) -> list[int]:

@@ -35,12 +35,16 @@ import sync
 from packing import manifest
 from rollout import SGLangEngine
 
+SHIM = Path(__file__).parent / "sglang_cpu" / "shim"
+kernels = importlib.util.find_spec("sgl_kernel")
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None,
-    reason="SGLang is not installed here: `pip install -r tests/sglang_cpu/requirements.txt`, then `pip install "
-    "--no-deps -r tests/sglang_cpu/requirements-nodeps.txt`, then PYTHONPATH=tests/sglang_cpu/shim pytest")  # fmt: skip
+    importlib.util.find_spec("sglang") is None or kernels is None or SHIM not in Path(kernels.origin).parents,
+    reason="needs SGLang and its stand-ins for a CPU: `pip install -r tests/sglang_cpu/requirements.txt`, then `pip "
+    "install --no-deps -r tests/sglang_cpu/requirements-nodeps.txt`, then PYTHONPATH=tests/sglang_cpu/shim pytest")
 CPU, EOS, LONGEST = torch.device("cpu"), 60, 500
 PROBE = [7, 1, 2, 3, 4, 5, 6, 8]
+LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+            "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"]  # fmt: skip
 
 
 class Desk:
@@ -100,7 +104,10 @@ def models():
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory, models):
     """A server with the weights of models[0] as version 0; a test that breaks it makes one of its own."""
-    one = Desk(tmp_path_factory.mktemp("desk"), copy.deepcopy(models[0]))
+    with pytest.MonkeyPatch.context() as launcher:  # what torchrun tells a rank
+        for name in LAUNCHER:
+            launcher.setenv(name, "1")
+        one = Desk(tmp_path_factory.mktemp("desk"), copy.deepcopy(models[0]))
     one.connect()
     one.version = 0
     one.do(one.update, 0, models[0])
@@ -130,11 +137,9 @@ def processes(desk) -> dict[int, str]:
     return {int(pid): args for pid, stat, args in found if not stat.startswith("Z")}
 
 
-def test_the_server_knows_nothing_of_the_launcher_and_nobody_without_the_key_is_served(desk, monkeypatch):
+def test_the_server_knows_nothing_of_the_launcher_and_nobody_without_the_key_is_served(desk):
     environment = Path(f"/proc/{desk.engine.server.process.pid}/environ").read_bytes().decode().split("\0")
-    names = {entry.partition("=")[0] for entry in environment}
-    assert not names & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-    assert not [name for name in names if name.startswith("TORCHELASTIC")]
+    assert not {entry.partition("=")[0] for entry in environment} & set(LAUNCHER)
     config = desk.folder / "server.yaml"
     assert config.stat().st_mode & 0o077 == 0  # the key is in it
     settings = yaml.safe_load(config.read_text())
@@ -170,9 +175,11 @@ def test_a_request_that_would_hurt_never_reaches_the_server(desk, prompt, budget
     assert desk.do(desk.engine.generate, [1, 2], 3).tokens  # it still serves
 
 
-def test_the_longest_prompt_and_budget_that_are_promised_are_served(desk):
-    answer = desk.do(desk.engine.generate, list(range(1, 17)), LONGEST - 16)
-    assert answer.finish_reason == "stop" or len(answer.tokens) == LONGEST - 16
+def test_the_longest_prompts_and_budgets_that_are_promised_are_served_in_full(desk, monkeypatch):
+    monkeypatch.setitem(desk.engine.sampling, "stop_token_ids", [])
+    for prompt, budget in ((16, LONGEST - 16), (LONGEST - 1, 1), (LONGEST - 4, 4)):
+        answer = desk.do(desk.engine.generate, [1 + i % 50 for i in range(prompt)], budget)
+        assert len(answer.tokens) == budget and answer.finish_reason == "length"
 
 
 # -- Sampling ----------------------------------------------------------------------------------------------------------
@@ -525,12 +532,15 @@ ppo.probe = lambda *args: [value + 0.01 for value in real(*args)]  # as if the t
 
 
 @pytest.mark.slow
-def test_four_ranks_and_a_server_over_two_of_them(job, warm_runs):
-    one = job(*JOB, "--trainers", 2, "--generator_tp", 2, "--interrupt", "false", "--cache_gb", 0.1, "--run_name", "tp",
-              "--runs_dir", warm_runs, ranks=4)  # fmt: skip
+@pytest.mark.parametrize("tp, interrupt, roles", [
+    (1, "true", "generators [2, 3]"), (2, "false", "generators [2], their tensor-parallel helpers [3]"),
+])  # fmt: skip
+def test_four_ranks_have_two_servers_or_one_over_two_of_them(job, warm_runs, tp, interrupt, roles):
+    one = job(*JOB, "--trainers", 2, "--generator_tp", tp, "--interrupt", interrupt, "--cache_gb", 0.1, "--run_name",
+              f"tp{tp}", "--runs_dir", warm_runs, ranks=4)  # fmt: skip
     assert one.wait(400) == 0, one.text()
-    assert "generators [2], their tensor-parallel helpers [3]" in one.text()
-    assert len(rows(warm_runs / "tp")) == 4 and rows(warm_runs / "tp")[0]["logprob_gap"] < 1e-4
+    table = rows(warm_runs / f"tp{tp}")
+    assert roles in one.text() and len(table) == 4 and table[0]["logprob_gap"] < 1e-4
     assert not one.members()
 
 

@@ -1033,6 +1033,15 @@ class Wire:
             return checksum, receive_weights(held, "receive", **options)
 
 
+def test_every_server_is_told_its_own_place_in_the_group(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "host.of.rank.0")
+    store, invitations = sync.invite([4, 6, 8], 2, "gloo")
+    assert [place.pop("rank_offset") for place in invitations.values()] == [1, 3, 5]  # after trainer 0
+    assert list(invitations) == [4, 6, 8] and all(place == invitations[4] for place in invitations.values())
+    assert invitations[4]["world_size"] == 7 and invitations[4]["master_port"] == store.port > 0
+    assert invitations[4]["master_address"] == "host.of.rank.0"
+
+
 def random_weights(shapes, seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return [(f"w{i}", torch.randn(shape, generator=generator).to(dtype)) for i, shape in enumerate(shapes)]
