@@ -23,7 +23,8 @@ class Job:
     def __init__(self, folder: Path, args: list[str], ranks: int, script: Path, launcher: list[str]):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK", "WORLD", "MASTER"))}
         self.mark = f"BOBA_TEST_JOB={os.getpid()}-{time.monotonic_ns()}"
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        path = os.pathsep.join([str(ROOT), *map(os.path.abspath, given)])  # the job runs in another folder
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "BOBA_TEST_JOB": self.mark.partition("=")[2]}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         self.folder, self.sessions = folder, set()

@@ -137,6 +137,13 @@ def processes(desk) -> dict[int, str]:
     return {int(pid): args for pid, stat, args in found if not stat.startswith("Z")}
 
 
+def gone(remaining) -> None:
+    until = time.monotonic() + 5
+    while remaining() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not remaining()
+
+
 def test_the_server_knows_nothing_of_the_launcher_and_nobody_without_the_key_is_served(desk):
     environment = Path(f"/proc/{desk.engine.server.process.pid}/environ").read_bytes().decode().split("\0")
     assert not {entry.partition("=")[0] for entry in environment} & set(LAUNCHER)
@@ -252,11 +259,11 @@ def test_tokens_before_an_update_are_the_old_versions_and_those_after_it_the_new
         check_logprobs(answer, prompt, by_version)
     cut = [answer for answer in answers if len(set(answer.versions)) > 1]
     assert len(cut) >= 4 and all(answer.interruptions == len(set(answer.versions)) - 1 for answer in answers)
-    # The two sides of a boundary are told apart: under the other version the same tokens are far less likely.
+    # The two sides of a boundary are told apart: under the other version the same tokens are tenths off, not 1e-4.
     one = cut[0]
     edge = one.versions.index(one.versions[-1])
     wrong = clean(by_version[one.versions[0]], prompts[answers.index(one)] + one.tokens)[len(prompts[0]) - 1 :]
-    assert (wrong[edge:] - torch.tensor(one.logprobs[edge:])).abs().mean() > 0.5
+    assert (wrong[edge:] - torch.tensor(one.logprobs[edge:])).abs().mean() > 0.1
 
 
 def test_without_interruption_answers_are_done_first_and_later_ones_wait(desk, models, monkeypatch):
@@ -314,7 +321,7 @@ def test_tied_and_untied_heads_arrive_on_one_and_two_workers(tmp_path, tied, tp,
             check_logprobs(answer, [9, 1 + i], {1: source[1], 2: source[0]}, bound=bound)
     finally:
         one.close()
-    assert not processes(one)
+    gone(lambda: processes(one))
 
 
 def test_a_failed_update_leaves_the_server_paused_and_names_what_did_not_load(tmp_path, models):
@@ -395,8 +402,7 @@ def test_a_hung_or_killed_server_is_noticed_while_it_decodes_but_not_while_it_ma
 
         one.do(hang)
         one.do(die)
-        one.do(lambda: asyncio.sleep(1))
-        assert not processes(one)  # its workers went with it
+        gone(lambda: processes(one))  # its workers went with it
     finally:
         one.close()
 
@@ -432,6 +438,11 @@ def test_a_port_that_was_lost_is_replaced(tmp_path, models, monkeypatch, capfd):
 JOB = [*SMALL, "--engine", "sglang", "--engine_timeout", 8, "--update_timeout", 30, "--batch_timeout", 120]
 
 
+def nothing_is_left(job) -> None:
+    """The kernel kills the server once its rank has ended, and the server's children after it."""
+    gone(job.members)
+
+
 def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("sglang_loads_", "sgl_shm_"))}
 
@@ -458,7 +469,7 @@ def test_a_job_with_two_servers_leaves_what_any_job_leaves(job, tmp_path, warm_r
     assert {event["pid"] for event in updates} == {1, 2} and len(updates) == 2 * 5  # versions 0 to 4
     assert all({"pause", "buckets", "checksum", "continue", "probe"} <= event["args"].keys() for event in updates)
     assert re.search(r"engine +sglang \(0\.5\.\d+; asked for\), 2 groups in flight", one.text()), one.text()
-    assert not one.members()
+    nothing_is_left(one)
 
 
 KILL = """
@@ -493,7 +504,7 @@ def test_a_job_whose_server_was_killed_goes_on_exactly_with_new_ones(job, tmp_pa
         assert [row[name] for row in ours] == [row[name] for row in theirs], name
     for row in ours:  # nothing was scored for having been cut: every third ticket is right, of the others every second
         assert row["reward"] == pytest.approx(0.5) and sum(row["verdicts"].values()) == row["answers"]
-    assert not again.members()
+    nothing_is_left(again)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -508,10 +519,7 @@ def test_no_server_outlives_a_killed_rank_and_its_segments_are_swept(job, warm_r
     os.kill(one.ranks()[victim], signal.SIGKILL)
     assert one.wait(20) != 0
     assert "-9" in first_error(one.text()) and f"local_rank: {victim}" in first_error(one.text()), one.text()
-    until = time.monotonic() + 5
-    while one.members() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not one.members()
+    nothing_is_left(one)
     for name in left & segments():
         os.utime(f"/dev/shm/{name}", (1, 1))  # older than the 10 s of grace
     rollout.sweep_shared_memory()  # what every start of a server begins with
@@ -528,7 +536,7 @@ ppo.probe = lambda *args: [value + 0.01 for value in real(*args)]  # as if the t
     assert one.wait(240) != 0
     assert re.search(r"\[rank 0, trainer\] RuntimeError: generator rank 1 holds other weights than the trainer at "
                      r"version 0: they disagree by 0\.0\d+ nats a token about the probe", first_error(one.text()))
-    assert not one.members()
+    nothing_is_left(one)
 
 
 @pytest.mark.slow
@@ -541,7 +549,7 @@ def test_four_ranks_have_two_servers_or_one_over_two_of_them(job, warm_runs, tp,
     assert one.wait(400) == 0, one.text()
     table = rows(warm_runs / f"tp{tp}")
     assert roles in one.text() and len(table) == 4 and table[0]["logprob_gap"] < 1e-4
-    assert not one.members()
+    nothing_is_left(one)
 
 
 @pytest.mark.slow
@@ -551,4 +559,4 @@ def test_the_toy_learns_on_sglang(job, tmp_path):
     summary = json.loads((tmp_path / "runs" / "toy" / "summary.json").read_text())
     assert summary["pass@1_before"] < 0.4 and summary["pass@1_after"] >= 0.9 and summary["engine"] == "sglang"
     assert summary["max_staleness_seen"] <= summary["max_staleness_bound"] == 2
-    assert not one.members()
+    nothing_is_left(one)
