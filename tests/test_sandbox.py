@@ -255,6 +255,7 @@ class Exited(BaseException):
     (RuntimeError("problems are too hard"), False),
     (TimeoutError("trainer rank 0 waited 60 s for 'paused' (version 3) from generator rank(s) [2]"), False),
     (StalenessError("ticket 5"), False),
+    (RuntimeError("SGLang server was killed by SIGKILL; the end of its log:\n  | backend=gloo"), False),
     (dist.DistNetworkError("Connection reset by peer"), True),
     (dist.DistStoreError("Broken pipe"), True),
     (dist.DistBackendError("NCCL communicator was aborted"), True),
