@@ -17,8 +17,8 @@ A workflow is one async function `(problem, engine, score) -> [Trajectory, ...]`
 most runs need. Token ids from the engine reach the trainer untouched; nothing is tokenised again.
 
 Left out, and why: no dynamic batching of our own (continuous batching is the engine's job), no top-p / top-k / penalty
-when sampling for training (the returned log-probability would not be the policy's), no speculative decoding, no
-restart of a dead server (the attempt ends, and torchrun's next one starts new servers).
+when sampling for training (the returned log-probability would not be the policy's), no restart of a dead server (the
+attempt ends, and torchrun's next one starts new servers).
 
     pytest tests/test_rollout.py tests/test_sglang.py
 """
@@ -100,13 +100,12 @@ class Gate:
 # -- Engine: an SGLang server ------------------------------------------------------------------------------------------
 
 HEALTH_EVERY = 5.0  # seconds between two looks at a server
-# Older releases have no update sessions, and refuse to flush the cache while retracted answers wait: there an update
-# waits for the answers under way.
-SESSIONS_SINCE = (0, 5, 21)
+SESSIONS_SINCE = (0, 5, 21)  # before, the cache cannot be flushed while cut answers wait: an update waits for them
 OURS = ("api-key", "base-gpu-id", "context-length", "data-parallel-size", "device", "dist-init-addr", "dp-size",
-        "dtype", "host", "load-format", "model-path", "nccl-port", "nnodes", "node-rank", "pipeline-parallel-size",
-        "port", "pp-size", "skip-tokenizer-init", "tensor-parallel-size", "tp-size")  # fmt: skip
-HARMFUL = ("dllm", "json-model", "lora", "preferred-s", "quant", "sampling-d", "speculative")
+        "dtype", "gpu-id-step", "host", "load-format", "model-path", "nccl-init-addr", "nccl-port", "nnodes",
+        "node-rank", "pipeline-parallel-size", "port", "pp-size", "schedule-low-priority-values-first",
+        "skip-tokenizer-init", "tensor-parallel-size", "tokenizer-worker-num", "tp-size")  # fmt: skip
+HARMFUL = ("dllm", "json-model", "kv-cache-d", "lora", "preferred-s", "quant", "sampling-d", "speculative")
 
 
 def sglang_release() -> tuple[int, ...]:
@@ -133,12 +132,11 @@ class SGLangEngine:
     """One SGLang server of one generator rank, on loopback, with the weights of the trainer.
 
     The server starts with random weights and without a tokenizer: token ids go in, token ids and log-probabilities
-    come out. Updates reach its workers over a process group of theirs and trainer rank 0; what they are told about each
-    comes from here. It keeps interrupted answers itself (pause in retract mode) and says which version made which
-    tokens (`weight_versions`).
+    come out. Updates reach its workers over a process group of theirs and trainer rank 0; they are told of each here.
+    It keeps interrupted answers itself (pause in retract mode) and says which version made which tokens.
 
     `parameters`: [(name, meta tensor), ...] of the model, as an update fills them. `settings`: of the server, by the
-    names of its command line; `more`: the user's. `who`: for messages. Deadlines in seconds.
+    names of its command line; `more`: the user's. Deadlines in seconds.
     """
 
     name = "sglang"
@@ -160,8 +158,8 @@ class SGLangEngine:
             "log-level-http": "warning", **settings,
         }  # fmt: skip
         if self.settings["device"] == "cpu":  # what SGLang does where it has no kernels of its own
-            self.settings |= {"attention-backend": "torch_native", "disable-overlap-schedule": True,
-                              "sleep-on-idle": True}  # fmt: skip
+            self.settings |= {"attention-backend": "torch_native"}
+            self.settings |= {"disable-overlap-schedule": True, "sleep-on-idle": True}
         self.settings |= check_settings(more)
         self.gate = Gate()
         self.version = -1  # no weights yet
@@ -179,7 +177,8 @@ class SGLangEngine:
         folder = self.folder.resolve()
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         environment = clean_environment(SGLANG_HEALTH_CHECK_TIMEOUT=str(int(self.health_timeout)))
-        environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # it keeps some for itself, so it has more
+        environment |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # it keeps some for itself, so it has more
+                        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}  # those at the temperature of sampling
         if len(str(folder)) < 80:  # its sockets lie there, and the path of a socket has to be short
             environment["TMPDIR"] = str(folder / "tmp")
         if self.settings["device"] == "cpu":
@@ -194,8 +193,8 @@ class SGLangEngine:
             config.write_text(yaml.safe_dump(self.settings | {"port": port, "nccl-port": nccl_port}))
             return ["-m", "sglang.launch_server", "--config", str(config)]
 
-        key = {"Authorization": f"Bearer {self.settings['api-key']}"}
-        self.server = Server(f"SGLang server of {self.who}", self.folder / "server.log", "/health_generate", key)
+        name, key = f"SGLang server of {self.who}", {"Authorization": f"Bearer {self.settings['api-key']}"}
+        self.server = Server(name, self.folder / "server.log", "/health_generate", key)
         await self.server.start(command, environment, self.startup_timeout)
         self.checksums = await self._checksums()
 
@@ -226,8 +225,7 @@ class SGLangEngine:
         if answer.finish_reason not in ("stop", "length"):
             raise self.server.error(f"cut an answer off: {meta['finish_reason']}")
         if not len(answer.tokens) == len(answer.logprobs) == len(answer.versions):
-            raise self.server.error(f"sent {len(answer.tokens)} tokens, {len(answer.logprobs)} log-probabilities and "
-                                    f"{len(answer.versions)} versions")  # fmt: skip
+            raise self.server.error("sent different numbers of tokens, log-probabilities and versions")
         return answer
 
     # -- updates
@@ -271,12 +269,15 @@ class SGLangEngine:
                 await self.server.post("/end_weight_update", {}, limit)
         with self._part("checksum"):
             before, self.checksums = self.checksums, await self._checksums()
+        changed = {new != old for new, old in zip(self.checksums, before, strict=True)}
+        if len(changed) > 1:  # only the first worker replies: another may have failed in silence
+            raise self.server.error("loaded the update on some of its workers and not on others")
         if self.version < 0:  # random weights until now: every one of them has to be another
             same = [name for old, new in zip(before, self.checksums, strict=True) for name in new
                     if name.endswith(("weight", "bias")) and old[name] == new[name]]  # fmt: skip
             if same:
                 raise self.server.error(f"said yes to the first update but did not load {', '.join(same[:5])}")
-        self.changed, self.version = self.checksums != before, version
+        self.changed, self.version = changed == {True}, version
 
     async def resume(self) -> None:
         with self._part("continue"):
@@ -285,10 +286,9 @@ class SGLangEngine:
         self.gate.open.set()
 
     async def proof(self) -> dict:
-        """What `sync.Dispatcher` compares with the trainer: whether the served weights changed, a digest of them, and
-        log p of the probe's tokens under them."""
+        """For `sync.Dispatcher`: did the served weights change, a digest of them, log p of the probe's tokens."""
         body = {"input_ids": self.first["probe"], "sampling_params": self.sampling | {"max_new_tokens": 1},
-                "return_logprob": True, "logprob_start_len": 0, "priority": 1}  # fmt: skip
+                "return_logprob": True, "logprob_start_len": 0, "priority": 100}  # fmt: skip
         with self._part("probe"):
             meta = (await self.server.post("/generate", body, self.update_timeout))["meta_info"]
         digest = hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode()).hexdigest()

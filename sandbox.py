@@ -105,6 +105,7 @@ class Server:
     async def start(self, command: Callable[[int, int], list[str]], environment: dict[str, str], timeout_s: float):
         """Start `python *command(port, second port)` and wait until it is healthy. Ports are tried three times, since
         another process may take one between our look and its use. Raises with the end of the log."""
+        deadline = time.monotonic() + timeout_s
         for tries_left in (2, 1, 0):
             port, second = free_ports(2)
             self.url = f"http://127.0.0.1:{port}"
@@ -114,7 +115,7 @@ class Server:
                 self.process = subprocess.Popen([*become, *command(port, second)], env=environment, stdout=file,
                                                 stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
             try:
-                return await self._until_healthy(timeout_s)
+                return await self._until_healthy(deadline, timeout_s)
             except RuntimeError:
                 lost = any(word in self._said().lower() for word in ("address already in use", "eaddrinuse"))
                 if not tries_left or not lost:
@@ -122,12 +123,12 @@ class Server:
                 self.kill()
                 print(f"{self.name}: another process took a port; trying others", flush=True)
 
-    async def _until_healthy(self, timeout_s: float) -> None:
+    async def _until_healthy(self, deadline: float, timeout_s: float) -> None:
         began = said = time.monotonic()
         while not await self.healthy(5.0):
             self.check()
             now = time.monotonic()
-            if now - began > timeout_s:
+            if now > deadline:
                 raise self.error(f"was not up after {timeout_s:.0f} s")
             if now - said > 20:
                 print(f"{self.name} is starting, {now - began:.0f} s so far (its log: {self.log})", flush=True)
@@ -214,9 +215,13 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def sweep_shared_memory(folder: str = "/dev/shm", prefixes: tuple = ("sglang_loads_", "sgl_shm_")) -> list[str]:
+SEGMENTS = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_", "nccl-", "cuda.shm.")  # of SGLang and its libraries
+
+
+def sweep_shared_memory(folder: str = "/dev/shm", prefixes: tuple = SEGMENTS) -> list[str]:
     """Remove the segments that killed SGLang servers of this user left; returns their names. One is left alone as long
-    as a process has it mapped, or while it is younger than 10 seconds: its process may be about to map it."""
+    as a process has it mapped, or while it is younger than 10 seconds: its process may be about to map it. Containers
+    that share /dev/shm but not their processes must not run this."""
     found = [entry for entry in os.scandir(folder) if entry.name.startswith(prefixes)] if os.path.isdir(folder) else []
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps") if found else ():

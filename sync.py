@@ -167,7 +167,7 @@ class StalenessQueue:
 # -- 2. The control plane ----------------------------------------------------------------------------------------------
 
 PART_BYTES = 4 << 20  # a value of the store may hold 8 MiB at most
-FOREVER = 7 * 24 * 3600.0  # for threads whose wait is watched by another deadline
+FOREVER = 400 * 24 * 3600.0  # for threads whose wait is watched by another deadline
 
 
 class Channel:
@@ -394,7 +394,7 @@ class Dispatcher:
 
 # -- 3. Weights --------------------------------------------------------------------------------------------------------
 
-PROBE_GAP = {"float32": 1e-3, "bfloat16": 0.1}  # nats a token on average: beyond rounding, a server has other weights
+PROBE_GAP = {"float32": 1e-3, "bfloat16": 0.3}  # nats a token on average: beyond rounding, a server has other weights
 
 
 def invite(servers: list[int], tp: int, backend: str) -> tuple[dist.Store, dict[int, dict]]:

@@ -11,7 +11,6 @@ Reinforcement then finds that thinking pays: as the reward rises the answers get
 exponential law the lengths have a long tail, which is what makes generation hard to schedule at full size, too.
 
 `TransformersEngine` takes the place of SGLang (`rollout.py`) where that cannot run, for any model.
-
 Left out: a chat template (the prompt is the text itself), subtraction and other tasks (one story is enough), a general
 tokenizer (an unknown word is an error, not <unk>, since silently reading it as something else would hide a mistake).
 
@@ -178,7 +177,9 @@ def choose_engine(engine: str, cuda: bool) -> tuple[str, str]:
     version, tested = (".".join(map(str, numbers)) for numbers in (release, SGLANG_TESTED[-1]))
     if not release:
         missing = "SGLang is not installed, see requirements-sglang.txt"
-    elif not (cuda or importlib.util.find_spec("sgl_kernel")):
+    elif cuda and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
+        missing = "this host has fewer GPUs than ranks, and a server of SGLang needs one for itself"
+    elif not cuda and (torch.version.cuda or not importlib.util.find_spec("sgl_kernel")):  # PyPI's has those of CUDA
         missing = f"SGLang {version} is installed, but there is no GPU and it has no CPU kernels"
     if missing and engine == "sglang":
         raise ValueError(f"engine=sglang cannot run here: {missing}")
@@ -208,8 +209,7 @@ def check_engine(cfg, world: int, cuda: bool) -> None:
         raise ValueError(f"generator_tp={tp}, {cfg.trainers} trainers, {local} ranks a host: a server would lie on two")
 
 
-def make_engine(cfg, me, tokenizer):
-    """The engine of a generator rank."""
+def make_engine(cfg, me, tokenizer):  # of a generator rank
     seed = (cfg.seed * 1_000_003 + me.rank * 1009 + (int(me.checkpoint.name[5:]) if me.checkpoint else 0)) % 2**31
     cache_bytes, names = int(cfg.cache_gb * 2**30), ("temperature", "max_new_tokens", "max_prompt_tokens")
     budget = {name: getattr(cfg, name) for name in names} | {"stop_ids": stop_ids(cfg.model, tokenizer)}

@@ -1,7 +1,6 @@
 """The whole job: one torchrun command, some ranks generate, the others train, a bounded queue between them.
 
     torchrun --nproc_per_node 2 train.py                                # the toy: a minute or two, no GPU, no download
-    torchrun --nproc_per_node 2 train.py --engine sglang                # the same with an SGLang server
     torchrun --nproc_per_node 2 train.py --resume                       # continue the newest run of that name
     torchrun --nproc_per_node 8 train.py --model MODEL --data FILE.jsonl --config my.yaml
     torchrun --nproc_per_node 2 train.py --objective sft                # supervised only, every rank trains
@@ -235,8 +234,8 @@ class Rank:
     folder: Path = None  # of the run
     checkpoint: Path | None = None  # to continue from
     warm: bool = False  # the toy's warm start is kept already
-    engine: str = ""  # sglang or transformers, and why
-    why: str = ""
+    engine: str = ""  # sglang or transformers,
+    why: str = ""  # and why
     backend: str = "gloo"  # between trainers, and of weights
     trainer_group: dist.ProcessGroup = None
     weight_group: dist.ProcessGroup = None
@@ -278,8 +277,9 @@ def join(cfg: Config) -> Rank:
     me.checkpoint = me.folder / "checkpoints" / checkpoint if checkpoint else None
     if cuda and (me.role == "trainer" or me.engine == "transformers"):  # a server has its GPU for itself
         torch.cuda.set_device(device)
-    own_gpus = cuda and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    me.backend = "nccl" if own_gpus else "gloo"
+    if me.engine == "sglang":  # as its servers do: both sides of an NCCL group have to agree
+        os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"} | os.environ
+    me.backend = "nccl" if cuda and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
     trainers, generators = list(range(cfg.trainers)), list(range(cfg.trainers, world))
     longest = max(cfg.startup_timeout, cfg.batch_timeout)  # the others gather while rank 0 waits for generators
     me.trainer_group = dist.new_group(trainers, timedelta(seconds=longest), me.backend)
@@ -346,8 +346,7 @@ async def generate(cfg: Config, me: Rank, tokenizer, problems, test, scorer: Sco
 
 
 def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, sizes: dict, probe: list[int]) -> None:
-    """The life of a trainer rank. Rank 0 also plans, publishes and keeps the records. `probe`: tokens whose
-    log-probabilities an SGLang server has to give as the trainer does."""
+    """The life of a trainer rank. Rank 0 also plans, publishes and keeps the records. `probe`: tokens, see `sync`."""
     root = me.rank == 0
     state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
     if state["version"] > cfg.steps:
@@ -454,11 +453,12 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
         after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
         dispatcher.stop()
         records.finish(after, cfg.max_staleness, me.engine, dispatcher)
+    if sglang and me.backend == "nccl":  # to take an NCCL group down needs all of it, and the servers are being killed
+        os._exit(0)
 
 
 def main(argv: list[str] | None = None) -> None:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    role = "trainer"
+    rank, world, role = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), "trainer"
     try:
         cfg = check(parse(sys.argv[1:] if argv is None else argv), world)
         if "RANK" not in os.environ:

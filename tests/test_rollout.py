@@ -255,9 +255,9 @@ def served(**more) -> dict:
 
 def test_settings_of_a_server_that_are_the_jobs_or_change_the_policy_are_refused():
     for why, names in [("the job does", "port host nccl-port api_key tp_size model_path load-format dtype --device "
-                        "tensor-parallel-size dp-size nnodes load-form model"),  # aliases and abbreviations, too
+                        "tensor-parallel-size dp-size nnodes nccl-init-addr gpu_id_step load-form model"),
                        ("log-prob", "preferred-sampling-params speculative_algorithm quantization --lora-paths "
-                        "modelopt-quant sampling-defaults")]:
+                        "modelopt-quant sampling-defaults kv-cache-dtype")]:
         for name in names.split():
             with pytest.raises(ValueError, match=f"may not set {name.lstrip('-').replace('_', '-')}: {why}"):
                 served(**{name: 1})

@@ -158,6 +158,21 @@ def test_the_engine_is_the_one_that_can_run_and_says_why(monkeypatch, version, k
         assert toy.choose_engine("sglang", cuda) == ("sglang", f"{why}asked for")
 
 
+def test_sglang_is_not_chosen_without_a_gpu_for_each_rank_or_with_kernels_for_cuda_only(monkeypatch):
+    monkeypatch.setattr(toy, "sglang_release", lambda: (0, 5, 23))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(toy.torch.cuda, "device_count", lambda: 1)
+    assert toy.choose_engine("auto", cuda=True) == (
+        "transformers", "auto: this host has fewer GPUs than ranks, and a server of SGLang needs one for itself")
+    monkeypatch.setattr(toy.torch.cuda, "device_count", lambda: 2)
+    assert toy.choose_engine("auto", cuda=True)[0] == "sglang"
+    monkeypatch.setattr(toy.torch.version, "cuda", "13.0")  # what PyPI's wheel of kernels is for
+    assert toy.choose_engine("auto", cuda=False)[0] == "transformers"
+    monkeypatch.setattr(toy.torch.version, "cuda", None)
+    assert toy.choose_engine("auto", cuda=False)[0] == "sglang"
+
+
 def test_the_script_prints_problems(capsys):
     toy.main()
     out = capsys.readouterr().out
