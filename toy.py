@@ -270,7 +270,7 @@ def stop_ids(model: str, tokenizer) -> list[int]:
         try:
             more = GenerationConfig.from_pretrained(model).eos_token_id
         except OSError:  # the folder has no generation_config.json
-            more = AutoConfig.from_pretrained(model).eos_token_id
+            more = load_config(model).eos_token_id
         ids += more if isinstance(more, list) else [] if more is None else [more]
     if not ids:
         raise ValueError(f"{model}: neither model nor tokenizer names an end-of-sequence token, so no answer would end")
@@ -307,11 +307,11 @@ class TransformersEngine:
                  receive: Callable[[list], int]):  # fmt: skip
         self.model, self.tokenizer, self.receive = model.eval(), tokenizer, receive
         self.max_new_tokens, self.stop_ids, self.timeout_s = max_new_tokens, set(stop_ids), timeout_s
-        self.longest = max_prompt_tokens + max_new_tokens
+        config, page = model.config.get_text_config(), 64
+        self.vocabulary, self.longest = config.vocab_size, max_prompt_tokens + max_new_tokens
         self.version, self.checksum, self.seconds = -1, 0, {}  # no weights yet
         self.gate = Gate()
-        page = 64
-        block_bytes = page * cache_token_bytes(model.config.get_text_config(), model.dtype)
+        block_bytes = page * cache_token_bytes(config, model.dtype)
         longest = -(-self.longest // page)
         blocks = min(cache_bytes // block_bytes, longest * batch_tokens)
         if blocks < longest:
@@ -354,7 +354,7 @@ class TransformersEngine:
     async def generate(self, token_ids: list[int], max_new_tokens: int | None = None, **sampling) -> Generation:
         """Sample one answer."""
         budget = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        check_request(token_ids, budget, self.model.config.get_text_config().vocab_size, self.longest, sampling)
+        check_request(token_ids, budget, self.vocabulary, self.longest, sampling)
         async with self.gate:
             return await self._answer(token_ids, budget)
 

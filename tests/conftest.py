@@ -15,6 +15,14 @@ SMALL = ["--sft_steps", "150", "--groups", "4", "--answers", "4", "--minibatches
          "--max_new_tokens", "48", "--eval_problems", "8", "--eval_answers", "2"]  # fmt: skip
 
 
+def soon(condition, seconds: float = 10.0) -> None:
+    """Wait until another thread or process has made `condition` true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
 class Job:
     """A running `torchrun`, with a mark in its environment by which whatever it leaves behind is found. Processes that
     hide their environment (SGLang's, which rename themselves) are found by the session of one that was marked. The

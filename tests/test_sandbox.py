@@ -19,12 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from conftest import ROOT, soon
 
 import sandbox
 from sandbox import Server, clean_environment, die, free_ports, sweep_shared_memory
 from sync import StalenessError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_a_child_does_not_take_itself_for_a_rank(monkeypatch):
@@ -96,13 +95,6 @@ def session(leader: int) -> list[int]:
     return found
 
 
-def until(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def serve(tmp_path):
     """serve(what, body): runs the coroutine `body(server)` on a server that has started, and sees that it ends."""
@@ -122,7 +114,7 @@ def serve(tmp_path):
                 await body(server)
             finally:
                 await server.close()
-                until(lambda: not session(server.process.pid), 2)
+                soon(lambda: not session(server.process.pid), 2)
 
         asyncio.run(whole())
 
@@ -131,7 +123,7 @@ def serve(tmp_path):
 
 async def works(server):
     assert await server.healthy(1.0) and await server.post("/echo", {"a": [1, "x"]}) == {"a": [1, "x"]}
-    until(lambda: len(session(server.process.pid)) == 2, 5)  # `serve` sees that both end
+    soon(lambda: len(session(server.process.pid)) == 2, 5)  # `serve` sees that both end
     with pytest.raises(RuntimeError, match='^the server of rank 1 .*refused /no: 400 {"b": 2}'):
         await server.post("/no", {"b": 2})
     with pytest.raises(RuntimeError, match="did not answer /slow within 1 s"):
@@ -204,7 +196,7 @@ asyncio.run(main())
         assert child in session(child)
         parent.kill()
     try:
-        until(lambda: child not in session(child), 2)
+        soon(lambda: child not in session(child), 2)
     finally:  # what it started itself is its own affair
         [os.kill(pid, signal.SIGKILL) for pid in session(child)]
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import SMALL, rows
+from conftest import SMALL, rows, soon
 from test_job import THIRDS, first_error, patched
 from test_rollout import clean, tiny
 from test_rollout import make as transformers_engine
@@ -135,13 +135,6 @@ def processes(desk) -> dict[int, str]:
                          capture_output=True, text=True).stdout  # fmt: skip
     found = [line.split(None, 2) for line in out.splitlines()]
     return {int(pid): args for pid, stat, args in found if not stat.startswith("Z")}
-
-
-def gone(remaining) -> None:
-    until = time.monotonic() + 5
-    while remaining() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not remaining()
 
 
 def test_the_server_knows_nothing_of_the_launcher_and_nobody_without_the_key_is_served(desk):
@@ -330,7 +323,7 @@ def test_tied_and_untied_heads_arrive_on_one_and_two_workers(tmp_path, tied, tp,
                 one.do(one.update, 3, source[1])
     finally:
         one.close()
-    gone(lambda: processes(one))
+    soon(lambda: not processes(one), 5)
 
 
 def test_a_failed_update_leaves_the_server_paused_and_names_what_did_not_load(tmp_path, models):
@@ -411,7 +404,7 @@ def test_a_hung_or_killed_server_is_noticed_while_it_decodes_but_not_while_it_ma
 
         one.do(hang)
         one.do(die)
-        gone(lambda: processes(one))  # its workers went with it
+        soon(lambda: not processes(one), 5)  # its workers went with it
     finally:
         one.close()
 
@@ -449,7 +442,7 @@ JOB = [*SMALL, "--engine", "sglang", "--engine_timeout", 8, "--update_timeout", 
 
 def nothing_is_left(job) -> None:
     """The kernel kills the server once its rank has ended, and the server's children after it."""
-    gone(job.members)
+    soon(lambda: not job.members(), 5)
 
 
 def segments() -> set[str]:

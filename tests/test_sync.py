@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -501,14 +502,6 @@ def test_a_state_that_does_not_add_up_is_refused(change):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. The store
-
-
-def soon(condition, seconds=10.0):
-    """Wait until another thread has made `condition` true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture
