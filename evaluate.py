@@ -7,7 +7,7 @@
     trace.json       Chrome trace events, a track a rank; open it in https://ui.perfetto.dev
     summary.json     the numbers of the last table on the terminal
 
-pass@1 itself is measured by the generators (`rollout.Generator`); here its shares are added up.
+pass@1 itself is measured by the generators (`rollout.Generator`); its shares are added up in `packing.pass_at_1`.
 
 Left out, and why: no experiment tracker (a row of JSON a step is what all of them read), no averaging over steps
 (`metrics.jsonl` has what happened; smoothing is for whoever draws it). Benchmarks and pass@k are not here yet.
@@ -31,30 +31,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import yaml
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 from tqdm import tqdm
 
 import toy
-from packing import Trajectory, batch_stats
-from reward import Problem, encode_problems, hold_out, load_demonstrations, load_problems
-
-
-def pass_at_1(shares: list[dict]) -> dict:
-    """Adds up what each generator measured: {"pass@1", "problems", "answers", "length"}; mean over all answers.
-
-    >>> pass_at_1([{"problems": 1, "answers": 4, "reward": 1.0, "tokens": 40},
-    ...            {"problems": 1, "answers": 4, "reward": 3.0, "tokens": 40}])
-    {'pass@1': 0.5, 'problems': 2, 'answers': 8, 'length': 10.0}
-    """
-    total = {name: sum(share[name] for share in shares) for name in ("problems", "answers", "reward", "tokens")}
-    answers = max(1, total["answers"])
-    return {"pass@1": total["reward"] / answers, "problems": total["problems"], "answers": total["answers"],
-            "length": total["tokens"] / answers}  # fmt: skip
+from packing import Problem, Trajectory, batch_stats
+from ppo import training_state
+from reward import Verdict, examine, need_sandbox, needs_parser, read_rows, read_tests
 
 
 class Refused(ValueError):
@@ -194,22 +176,15 @@ class Records:
         spent = {name: generators[name] - self.generator_seconds[name] for name in generators}
         self.generator_seconds = generators
         row = {
-            "step": step,
-            "seconds": round(self.kept["seconds"] + now - self.begun, 3),
-            **batch,
-            **stats,
-            "lr": lr,
+            "step": step, "seconds": round(self.kept["seconds"] + now - self.begun, 3), **batch, **stats, "lr": lr,
             "tokens_per_second": batch["tokens"] / elapsed,
-            "trained_tokens_per_second": batch["loss_tokens"] / elapsed,
-            "step_seconds": elapsed,
+            "trained_tokens_per_second": batch["loss_tokens"] / elapsed, "step_seconds": elapsed,
             "trainer_seconds": {name: round(value, 4) for name, value in self.seconds.items()},
             "generator_seconds": {name: round(value, 4) for name, value in spent.items() if name != "tokens"},
-            "generated_tokens": spent.get("tokens", 0),
-            "queue_depth": depth,
-            "rejected_groups": dispatcher.queue.rejected,
-            "tickets": [groups[0]["ticket"], groups[-1]["ticket"]],
+            "generated_tokens": spent.get("tokens", 0), "queue_depth": depth,
+            "rejected_groups": dispatcher.queue.rejected, "tickets": [groups[0]["ticket"], groups[-1]["ticket"]],
             "problems": hashlib.sha256(json.dumps([g["problem"] for g in groups]).encode()).hexdigest()[:12],
-        }
+        }  # fmt: skip
         self.seconds.clear()
         self.kept["answers"] += batch["answers"]
         self.kept["max_staleness"] = max(self.kept["max_staleness"], batch["staleness_max"])
@@ -260,21 +235,14 @@ class Records:
         self._close_trace()
         before, kept = self.kept["before"], self.kept
         summary = {
-            "pass@1_before": before and before["pass@1"],
-            "pass@1_after": after and after["pass@1"],
-            "problems": after["problems"] if after else 0,
-            "length_before": before and before["length"],
-            "length_after": after and after["length"],
-            "steps": self.steps,
-            "seconds": kept["seconds"] + time.time() - self.begun,
-            "rl_seconds": kept["rl_seconds"],
-            "answers": kept["answers"],
-            "answers_per_second": kept["answers"] / max(1e-9, kept["rl_seconds"]),
-            "rejected_groups": kept["rejected"],
-            "max_staleness_bound": bound,
-            "max_staleness_seen": kept["max_staleness"],
-            "engine": engine,
-        }
+            "pass@1_before": before and before["pass@1"], "pass@1_after": after and after["pass@1"],
+            "problems": after["problems"] if after else 0, "length_before": before and before["length"],
+            "length_after": after and after["length"], "steps": self.steps,
+            "seconds": kept["seconds"] + time.time() - self.begun, "rl_seconds": kept["rl_seconds"],
+            "answers": kept["answers"], "answers_per_second": kept["answers"] / max(1e-9, kept["rl_seconds"]),
+            "rejected_groups": kept["rejected"], "max_staleness_bound": bound,
+            "max_staleness_seen": kept["max_staleness"], "engine": engine,
+        }  # fmt: skip
         write_json(self.folder / "summary.json", summary)
         width = max(map(len, summary))
         rows = (f"  {k:<{width}}  {f'{v:.3f}' if isinstance(v, float) else v}" for k, v in summary.items())
@@ -286,15 +254,91 @@ class Records:
 
 def open_tokenizer(cfg):
     try:
-        tokenizer, config = toy.load_tokenizer(cfg.model), toy.load_config(cfg.model).get_text_config()
+        return toy.open_tokenizer(cfg)
     except (OSError, ValueError) as error:
         raise Refused(f"model={cfg.model}: {str(error).splitlines()[0]}") from error
-    longest, most = cfg.max_prompt_tokens + cfg.max_new_tokens, getattr(config, "max_position_embeddings", None)
-    if most and longest > most and cfg.objective == "rl":
-        raise Refused(f"max_prompt_tokens + max_new_tokens = {longest}, but {cfg.model} was made for {most} positions")
-    if cfg.chat and not tokenizer.chat_template:
-        raise Refused(f"chat=true, but the tokenizer of {cfg.model} has no chat template")
-    return tokenizer
+
+
+def load_problems(path: str, own_reward: bool = False) -> list[Problem]:
+    """Read JSON lines of `prompt` with `solutions` (list of text), `answer` (text or number) or tests (`read_tests`),
+    and optionally `query_id` (default: the line number) and `task` (math, the default, stem, judged alike, or code).
+    With `own_reward` a prompt is enough. FileNotFoundError, or a ValueError that names file, line and reason."""
+    problems: list[Problem] = []
+    lines: dict[str, int] = {}  # id -> line
+    doubtful: dict[str, str] = {}  # key that needs the parser -> where it was met first
+    for number, row in read_rows(path):
+        where, name = f"{path}:{number}", row.get("query_id", number)
+        prompt, solutions, tests = _text(row, "prompt", where), [], None
+        if type(name) not in (str, int):
+            raise ValueError(f"{where}: 'query_id' must be text or an integer, not {type(name).__name__}")
+        if lines.setdefault(str(name), number) != number:
+            raise ValueError(f"{where}: query_id {name!r} was already used on line {lines[str(name)]}")
+        task = row.get("task", "code" if "input_output" in row or "tests" in row else "math")
+        if own_reward:
+            task = "own"
+        elif task == "code":
+            tests = read_tests(row, where)
+            if not tests["inputs"]:
+                raise ValueError(f"{where}: a program without tests could not be judged")
+        elif task in ("math", "stem"):
+            solutions = _solutions(row, where, doubtful)
+        else:
+            raise ValueError(f"{where}: task {task!r} is not supported, only math, stem and code are")
+        kept = {name: value for name, value in row.items() if name not in ("tests", "input_output")}
+        problems.append(Problem(str(name), prompt, tuple(solutions), task, tests=tests, row=kept))
+    faults = examine([{"solutions": [key], "keys": True} for key in doubtful], 2, 10.0) if doubtful else []
+    pairs = zip(doubtful.values(), faults, strict=True)
+    bad = [f"{where}: {fault}" for where, fault in pairs if fault != Verdict.NO_ANSWER]  # to no response
+    if bad:
+        raise ValueError("; ".join(bad[:5]) + (f"; and {len(bad) - 5} keys more" if len(bad) > 5 else ""))
+    return problems
+
+
+def _solutions(row: dict, where: str, doubtful: dict[str, str]) -> list[str]:
+    solutions, answer = row.get("solutions"), row.get("answer")
+    if solutions is None and answer is not None:
+        is_number = type(answer) in (int, float) and answer - answer == 0  # neither true nor NaN
+        solutions = [str(answer) if is_number else _text(row, "answer", where)]
+    if not isinstance(solutions, list) or not solutions or not all(isinstance(s, str) for s in solutions):
+        raise ValueError(f"{where}: no answer key: give 'solutions', a non-empty list of text, or 'answer'")
+    try:
+        for solution in filter(needs_parser, solutions):
+            doubtful.setdefault(solution, where)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return solutions
+
+
+def load_demonstrations(path: str) -> list[tuple[str, str]]:
+    """Read (prompt, full text of the answer) from JSON lines for supervised training; errors as in load_problems."""
+    return [(_text(row, "prompt", f"{path}:{n}"), _text(row, "answer", f"{path}:{n}")) for n, row in read_rows(path)]
+
+
+def _text(row: dict, field: str, where: str) -> str:
+    if not isinstance(row.get(field), str) or not row[field].strip():
+        raise ValueError(f"{where}: {field!r} must be text that is not empty")
+    return row[field]
+
+
+def encode_problems(problems: list[Problem], tokenizer, max_prompt_tokens: int, chat: bool) -> list[Problem]:
+    """Fill in `prompt_ids`; drop prompts longer than `max_prompt_tokens`. With `chat` the prompt is a user message
+    rendered by the tokenizer's template, otherwise it is taken verbatim (as the published data wants it)."""
+    if not problems:
+        return []
+    texts = [problem.prompt for problem in problems]
+    if chat:
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                               add_generation_prompt=True) for text in texts]  # fmt: skip
+    pairs = zip(problems, tokenizer(texts, add_special_tokens=not chat)["input_ids"], strict=True)
+    return [dataclasses.replace(p, prompt_ids=tuple(ids)) for p, ids in pairs if 0 < len(ids) <= max_prompt_tokens]
+
+
+def hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
+    """(train, test): about `count` problems, at most a tenth, set apart by a hash of the prompt, so that equal prompts
+    fall on one side and the split does not depend on the order of the file."""
+    marks = {problem.prompt: hashlib.sha256(problem.prompt.encode()).digest() for problem in problems}
+    chosen = set(sorted(marks.values())[: min(count, len(marks) // 10)])
+    return ([p for p in problems if marks[p.prompt] not in chosen], [p for p in problems if marks[p.prompt] in chosen])
 
 
 def _encode(cfg, tokenizer, problems: list[Problem], longest: int) -> list[Problem]:
@@ -308,28 +352,32 @@ def load_data(cfg, tokenizer) -> tuple[list[Problem], list[Problem], str, int]:
     """(training problems, held-out problems, fingerprint, prompts dropped as too long). Raises Refused."""
     try:
         if cfg.data == "toy":
-            problems, test = (
-                [Problem(row["query_id"], row["prompt"], tuple(row["solutions"])) for row in toy.problems(*args)]
-                for args in (("train", 1024, cfg.seed), ("test", cfg.eval_problems, 0))
-            )
+            problems, test = ([Problem(row["query_id"], row["prompt"], tuple(row["solutions"]), row=row)
+                               for row in toy.problems(*args)]
+                              for args in (("train", 1024, cfg.seed), ("test", cfg.eval_problems, 0)))  # fmt: skip
         else:
-            problems, test = load_problems(cfg.data), load_problems(cfg.eval_data) if cfg.eval_data else []
+            own = bool(cfg.reward)
+            problems = load_problems(cfg.data, own)
+            test = load_problems(cfg.eval_data, own) if cfg.eval_data else []
             if not test and cfg.eval_problems:
                 problems, test = hold_out(problems, cfg.eval_problems)
+            if any(problem.tests for problem in problems + test):
+                need_sandbox(cfg.unsafe_code)
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
     kept = _encode(cfg, tokenizer, problems, cfg.max_prompt_tokens)
     test = _encode(cfg, tokenizer, test[: cfg.eval_problems], cfg.max_prompt_tokens)
     if not kept:
         raise Refused(f"{cfg.data}: all {len(problems)} prompts exceed max_prompt_tokens={cfg.max_prompt_tokens}")
-    content = json.dumps([[problem.prompt_ids, problem.solutions] for problem in kept + test]).encode()
+    content = json.dumps([[p.prompt_ids, p.solutions, p.tests, p.row] for p in kept + test]).encode()
     return kept, test, hashlib.sha256(content).hexdigest()[:16], len(problems) - len(kept)
 
 
 def demonstrations(cfg, tokenizer) -> tuple[list[Trajectory], str, int]:
     """(supervised examples, of which the answer and its end are trained; fingerprint; examples dropped as too long)."""
     try:
-        rows = toy.demonstrations(16384, cfg.seed) if cfg.data == "toy" else load_demonstrations(cfg.data)
+        warm_start = cfg.data == "toy" or cfg.objective == "rl"
+        rows = toy.demonstrations(16384, cfg.seed) if warm_start else load_demonstrations(cfg.data)
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
     problems = [Problem(str(number), prompt, (answer,)) for number, (prompt, answer) in enumerate(rows)]
@@ -413,11 +461,6 @@ def choose_run(cfg, channel, cuda: bool) -> tuple[str, str, bool, str, str]:
     return (*choose_folder(cfg, previous), (warm_folder(cfg) / "config.json").is_file(), *engine)
 
 
-def training_state(policy, optimizer) -> dict:
-    model, optim = get_state_dict(policy, optimizer)
-    return {"model": model, "optim": optim, "random": torch.get_rng_state()}
-
-
 def save_checkpoint(me, policy, optimizer, version: int, cfg, state: dict) -> None:
     """Sharded weights and Adam state of all trainers, and `state` as JSON. Written beside, then renamed: a job killed
     while writing leaves the last good one. Groups in flight are not kept; they are generated again."""
@@ -446,29 +489,3 @@ def read_state(checkpoint: Path, cfg, fingerprint: str) -> dict:
     if state["fingerprint"] != fingerprint:
         raise Refused(f"{cfg.data} has changed since {checkpoint} was written: tickets would start other problems")
     return state
-
-
-def load_checkpoint(me, policy, optimizer) -> None:
-    if me.checkpoint is None:
-        return
-    state = training_state(policy, optimizer)
-    dcp.load(state, checkpoint_id=me.checkpoint, process_group=me.trainer_group)
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    torch.set_rng_state(state["random"])
-
-
-def export(folder: Path, root: bool, policy, tokenizer, keep: bool = False) -> None:
-    """A Hugging Face folder. All trainers take part, `root` writes; written beside, then renamed. With `keep` a folder
-    that another job made meanwhile stays: that job may be reading it."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = {k.removeprefix("lm."): v for k, v in get_model_state_dict(policy, options=options).items()}
-    if root:
-        new = folder.with_name(f".{folder.name}.{os.getpid()}")
-        policy.lm.save_pretrained(new, state_dict=weights)
-        tokenizer.save_pretrained(new)
-        try:
-            os.replace(new, folder)
-        except OSError:  # it exists: another job was faster with the same warm start, or an earlier attempt
-            shutil.rmtree(new if keep else folder)
-            if not keep:
-                os.replace(new, folder)

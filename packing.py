@@ -1,5 +1,5 @@
-"""Trajectories, packing into one row without padding, the plan of a train step (who trains what), and the layout of
-weights in buckets.
+"""Trajectories and what they are made of, packing into one row without padding, the plan of a train step (who trains
+what), and the layout of weights in buckets.
 
 Left out on purpose:
 - padding: trajectories are laid end to end in one row of T tokens and told apart by `positions`, which restart at 0. No
@@ -36,6 +36,19 @@ def _empty(name: str):
     return field(default_factory=lambda: np.zeros(0, ARRAYS[name]))
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A prompt and how its answers are judged: by answer keys, any one of which is enough, or by tests."""
+
+    id: str
+    prompt: str
+    solutions: tuple[str, ...] = ()
+    task: str = "math"
+    prompt_ids: tuple[int, ...] = ()
+    tests: dict | None = None  # see `reward.read_tests`
+    row: dict = field(default_factory=dict, compare=False)  # as it was read, without the tests
+
+
 @dataclass(eq=False)
 class Trajectory:
     """One sampled sequence: prompt, generated tokens and, between them, tokens of the environment.
@@ -60,6 +73,7 @@ class Trajectory:
     versions: np.ndarray = _empty("versions")  # [L] -1 where not generated
     loss_mask: np.ndarray = _empty("loss_mask")  # [L] True where the model generated the token
     reward: float = math.nan  # nan: not scored yet
+    score: float = math.nan  # before a workflow's discount, what pass rates count; nan: the reward
     finish_reason: str = ""  # "stop", "length", or "" while it is being generated
 
     def __post_init__(self):
@@ -131,9 +145,10 @@ class Trajectory:
                 "tail_version": tail, "bytes": len(self.to_bytes())}
 
     def _small(self) -> dict:
-        reward = None if math.isnan(self.reward) else float(self.reward)  # JSON has no nan
+        score = self.reward if math.isnan(self.score) else self.score
+        reward, score = (None if math.isnan(x) else float(x) for x in (self.reward, score))  # JSON has no nan
         return {"ticket": int(self.ticket), "index": int(self.index), "length": len(self.tokens), "reward": reward,
-                "finish_reason": self.finish_reason}
+                "score": score, "finish_reason": self.finish_reason}
 
     def to_bytes(self) -> bytes:
         """Magic, CRC-32 of all that follows, size of the JSON header, JSON header, the four arrays end to end."""
@@ -153,7 +168,7 @@ class Trajectory:
         try:
             head = json.loads(body[4 : 4 + size])
             length = head.pop("length")
-            head["reward"] = math.nan if head["reward"] is None else head["reward"]
+            head |= {name: math.nan for name in ("reward", "score") if head[name] is None}
             arrays, offset = {}, 4 + size
             for name, dtype in ARRAYS.items():
                 arrays[name] = np.frombuffer(body, dtype, length, offset).copy()
@@ -163,6 +178,31 @@ class Trajectory:
             return cls(**head, **arrays)
         except (AttributeError, KeyError, TypeError) as error:  # intact bytes, but of another format
             raise ValueError(f"the header of a trajectory cannot be read: {error!r}") from error
+
+
+@dataclass
+class Generation:
+    """What was generated for one prompt. The three lists have equal lengths."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ""  # "stop": ended by itself; "length": the budget was used up
+    interruptions: int = 0  # weight updates that fell into it
+
+
+def check_request(token_ids: list[int], budget: int, vocabulary: int, longest: int, sampling: dict) -> None:
+    """ValueError for what an engine must never see: one id outside the vocabulary ends a whole SGLang server."""
+    if sampling:
+        raise ValueError(f"{min(sampling)}: a request sets max_new_tokens only; filters and penalties would make the "
+                         f"log-probabilities another distribution's, temperature and stop tokens are the run's")
+    outside = [i for i in token_ids if not 0 <= i < vocabulary]
+    if outside or not token_ids:
+        raise ValueError(f"the model has no token {outside[0]}: its vocabulary ends at {vocabulary - 1}" if outside
+                         else "a prompt without tokens cannot be continued")  # fmt: skip
+    if budget < 1 or len(token_ids) + budget > longest:
+        raise ValueError(f"a prompt of {len(token_ids)} tokens and {budget} new ones do not fit into the {longest} "
+                         f"that the engine was started for (max_prompt_tokens + max_new_tokens)")  # fmt: skip
 
 
 def _check_lengths(lengths: Sequence[int], capacity: float) -> None:
@@ -343,13 +383,13 @@ def batch_stats(groups: Sequence[dict], version: int) -> dict:
         for span_version, count in header["spans"]:
             staleness[version - span_version] += count
     tokens = sum(staleness.values())
-    rewards = np.array([header["reward"] for header in headers])
+    rewards, scores = (np.array([header[name] for header in headers]) for name in ("reward", "score"))
     lengths = np.array([header["loss_tokens"] for header in headers])
     same = [len({header["reward"] for header in group["trajectories"]}) == 1 for group in groups]
     return {
         "answers": len(headers),
         "reward": float(rewards.mean()),  # of the verifier, 0 to 1, before bias and scaling
-        "pass_rate": float((rewards > 0.5).mean()),
+        "pass_rate": float((scores > 0.5).mean()),
         "zero_variance_fraction": float(np.mean(same)),
         "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()),
@@ -363,6 +403,19 @@ def batch_stats(groups: Sequence[dict], version: int) -> dict:
         "loss_tokens": int(lengths.sum()),
         "verdicts": dict(sum((Counter(group["verdicts"]) for group in groups), Counter())),
     }
+
+
+def pass_at_1(shares: list[dict]) -> dict:
+    """Adds up what each generator measured: {"pass@1", "problems", "answers", "length"}; mean over all answers.
+
+    >>> pass_at_1([{"problems": 1, "answers": 4, "reward": 1.0, "tokens": 40},
+    ...            {"problems": 1, "answers": 4, "reward": 3.0, "tokens": 40}])
+    {'pass@1': 0.5, 'problems': 2, 'answers': 8, 'length': 10.0}
+    """
+    total = {name: sum(share[name] for share in shares) for name in ("problems", "answers", "reward", "tokens")}
+    answers = max(1, total["answers"])
+    return {"pass@1": total["reward"] / answers, "problems": total["problems"], "answers": total["answers"],
+            "length": total["tokens"] / answers}  # fmt: skip
 
 
 # -- Weights, which cross ranks in flat buckets ------------------------------------------------------------------------

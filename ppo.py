@@ -17,12 +17,17 @@ Rows are packed as in `packing.py`: T tokens, entry i belongs to token i, trajec
 
 import itertools
 import math
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -314,6 +319,38 @@ def build_optimizer(cfg, policy: nn.Module, lr: float) -> torch.optim.AdamW:
     vectors = [p for p in policy.parameters() if p.ndim < 2]  # norms and biases are not decayed
     groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+
+
+def training_state(policy, optimizer) -> dict:
+    model, optim = sd.get_state_dict(policy, optimizer)
+    return {"model": model, "optim": optim, "random": torch.get_rng_state()}
+
+
+def load_state(checkpoint: Path | None, group, policy, optimizer) -> None:
+    """Weights, Adam state and random state of a checkpoint, sharded over `group` as they are now; None leaves all."""
+    if checkpoint is None:
+        return
+    state = training_state(policy, optimizer)
+    dcp.load(state, checkpoint_id=checkpoint, process_group=group)
+    sd.set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    torch.set_rng_state(state["random"])
+
+
+def export(folder: Path, root: bool, policy, tokenizer, keep: bool = False) -> None:
+    """A Hugging Face folder. All trainers take part, `root` writes; written beside, then renamed. With `keep` a folder
+    that another job made meanwhile stays: that job may be reading it."""
+    options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = {k.removeprefix("lm."): v for k, v in sd.get_model_state_dict(policy, options=options).items()}
+    if root:
+        new = folder.with_name(f".{folder.name}.{os.getpid()}")
+        policy.lm.save_pretrained(new, state_dict=weights)
+        tokenizer.save_pretrained(new)
+        try:
+            os.replace(new, folder)
+        except OSError:  # it exists: another job was faster with the same warm start, or an earlier attempt
+            shutil.rmtree(new if keep else folder)
+            if not keep:
+                os.replace(new, folder)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 r"""Problems, and an examiner's verdict on a response: right, wrong, or why it cannot be told.
 
-math-verify parses and compares; the rules here close its known faults. Those that people dispute:
+Mathematics: math-verify parses and compares; the rules here close its known faults. Those that people dispute:
 - The answer is the content of the last complete `\boxed{}` after the last `</think>` (of the whole text without that
   tag). No box, an empty box and a box that never closes are no answer; a number in prose is not one either.
 - Numbers are exact: a decimal does not equal what it rounds. 1,234 is a number. A numeral with a base is its value.
@@ -15,26 +15,38 @@ What has no reading is `unparsed`, not `wrong`. Nothing is evaluated as Python. 
 `Scorer` leaves it to processes that can be killed (`sandbox.py`), except where equal text, numbers or letters settle it
 in linear time. Left out: prose, which needs a judge model, and closeness to a rounded value.
 
+Programs: the answer is the last complete fenced block marked python, py or python3 after the last `</think>`, else the
+last one without a mark. The sandbox runs it once for each test, and its output is compared here, as data:
+- All tests must pass; the first that fails decides, at 6 s for one and 200 s for all. No tests are no pass.
+- Lines as lines, words as words, blanks and blank lines around them aside. Numbers to 1e-6: of the wanted value, or
+  absolute where that is an integer or below 1. NaN equals nothing. Results of functions are compared as JSON: tuples
+  are lists, True is 1. An exception, also after the output, is `crashed`; sys.exit is fine.
+
+A reward of one's own is a function "file.py:name" of `row` and `response`: docs/rewards.md.
+
     python reward.py check tests/data/math.jsonl    # examine the verifier: rows of id, response, gold, expected
+    python reward.py check tests/data/code.jsonl    # ... or of id, response, tests, expected
 """
 
 import argparse
 import asyncio
 import contextlib
 import functools
-import hashlib
 import json
 import logging
+import math
 import os
 import re
 import sys
+import textwrap
+import time
 import unicodedata
 from collections import namedtuple
-from dataclasses import dataclass, replace
+from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
 
-from sandbox import Pool, PoolError
+from sandbox import Pool, PoolError, run_program, sandbox_fault
 
 ScorerError = PoolError  # the scorer is broken: no verdict can be trusted and the run must stop
 JUDGE = f"{os.path.abspath(__file__)}:judge"
@@ -47,64 +59,36 @@ class Verdict(StrEnum):
 
     RIGHT = "right"
     WRONG = "wrong"
-    NO_ANSWER = "no_answer"  # no box
-    UNPARSED = "unparsed"  # a box without a mathematical reading
+    NO_ANSWER = "no_answer"  # no box, no fenced program
+    UNPARSED = "unparsed"  # a box without a mathematical reading, a program that is not Python
     TIMEOUT = "timeout"
+    CRASHED = "crashed"  # a program that raised, or went beyond its memory, output or processes
+    SCORED = "scored"  # by a reward of one's own
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A prompt and its answer keys, any one of which is enough."""
-
-    id: str
-    prompt: str
-    solutions: tuple[str, ...]
-    task: str = "math"
-    prompt_ids: tuple[int, ...] = ()
-
-
-def load_problems(path: str) -> list[Problem]:
-    """Read JSON lines of `prompt` with `solutions` (list of text) or `answer` (text or number), and optionally
-    `query_id` (default: the line number) and `task` (math, the default, or stem, judged alike). FileNotFoundError, or a
-    ValueError that names file, line and reason. Keys that need the parser meet it in a pool that is gone on return."""
-    problems: list[Problem] = []
-    lines: dict[str, int] = {}  # id -> line
-    doubtful: dict[str, str] = {}  # key that needs the parser -> where it was met first
-    for number, row in _rows(path):
-        where, name = f"{path}:{number}", row.get("query_id", number)
-        if row.get("task", "math") not in ("math", "stem"):
-            raise ValueError(f"{where}: task {row['task']!r} is not supported, only math and stem are")
-        prompt, solutions, answer = _text(row, "prompt", where), row.get("solutions"), row.get("answer")
-        if solutions is None and answer is not None:
-            is_number = type(answer) in (int, float) and answer - answer == 0  # neither true nor NaN
-            solutions = [str(answer) if is_number else _text(row, "answer", where)]
-        if not isinstance(solutions, list) or not solutions or not all(isinstance(s, str) for s in solutions):
-            raise ValueError(f"{where}: no answer key: give 'solutions', a non-empty list of text, or 'answer'")
-        if type(name) not in (str, int):
-            raise ValueError(f"{where}: 'query_id' must be text or an integer, not {type(name).__name__}")
-        if lines.setdefault(str(name), number) != number:
-            raise ValueError(f"{where}: query_id {name!r} was already used on line {lines[str(name)]}")
-        try:
-            keys = {solution: answer_key(solution) for solution in solutions}
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        for solution, key in keys.items():
-            if plain_number(key) is None and not words(key) and not LETTER.fullmatch(key):
-                doubtful.setdefault(solution, where)
-        problems.append(Problem(str(name), prompt, tuple(solutions)))
-    faults = asyncio.run(_examine([(key, None) for key in doubtful], 2, deadline_s=10.0)) if doubtful else []
-    bad = [f"{where}: {fault}" for where, fault in zip(doubtful.values(), faults, strict=True) if fault]
-    if bad:
-        raise ValueError("; ".join(bad[:5]) + (f"; and {len(bad) - 5} keys more" if len(bad) > 5 else ""))
-    return problems
+def read_tests(row: dict, where: str) -> dict:
+    """{"function": name, or "" for stdin and stdout, "inputs": [text], "outputs": [text]}, for a function JSON of its
+    arguments and of its result. From the published `input_output` (JSON text of inputs, outputs, fn_name; an argument a
+    line) or `tests` {kind, entry_point, inputs, outputs} with plain values. ValueError that begins with `where`."""
+    plain = "tests" in row
+    try:
+        tests = row["tests"] if plain else row["input_output"]
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        function = tests.get("entry_point" if plain else "fn_name") or ""
+        if function and not plain:  # text is JSON, anything else is what it is
+            inputs = [list(map(json.loads, x.strip().split("\n"))) if isinstance(x, str) else x for x in inputs]
+            outputs = [json.loads(x) if isinstance(x, str) else x for x in outputs]
+        kinds = {*map(type, inputs)} if function else {*map(type, inputs + outputs)}
+        if len(inputs) != len(outputs) or kinds - {list if function else str}:
+            raise ValueError("as many inputs as outputs are needed, all text; for a function inputs are argument lists")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{where}: the tests of a program cannot be read: {type(error).__name__}: {error}") from None
+    inputs, outputs = ([json.dumps(x) if function else x for x in values] for values in (inputs, outputs))
+    return {"function": function, "inputs": inputs, "outputs": outputs}
 
 
-def load_demonstrations(path: str) -> list[tuple[str, str]]:
-    """Read (prompt, full text of the answer) from JSON lines for supervised training; errors as in load_problems."""
-    return [(_text(row, "prompt", f"{path}:{n}"), _text(row, "answer", f"{path}:{n}")) for n, row in _rows(path)]
-
-
-def _rows(path: str) -> list[tuple[int, dict]]:
+def read_rows(path: str) -> list[tuple[int, dict]]:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
     rows = []
@@ -122,35 +106,7 @@ def _rows(path: str) -> list[tuple[int, dict]]:
     return rows
 
 
-def _text(row: dict, field: str, where: str) -> str:
-    if not isinstance(row.get(field), str) or not row[field].strip():
-        raise ValueError(f"{where}: {field!r} must be text that is not empty")
-    return row[field]
-
-
-def encode_problems(problems: list[Problem], tokenizer, max_prompt_tokens: int, chat: bool) -> list[Problem]:
-    """Fill in `prompt_ids`; drop prompts longer than `max_prompt_tokens`. With `chat` the prompt is a user message
-    rendered by the tokenizer's template, otherwise it is taken verbatim (as the published data wants it)."""
-    if not problems:
-        return []
-    texts = [problem.prompt for problem in problems]
-    if chat:
-        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                               add_generation_prompt=True) for text in texts]  # fmt: skip
-    pairs = zip(problems, tokenizer(texts, add_special_tokens=not chat)["input_ids"], strict=True)
-    return [replace(p, prompt_ids=tuple(ids)) for p, ids in pairs if 0 < len(ids) <= max_prompt_tokens]
-
-
-def hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
-    """(train, test): about `count` problems, at most a tenth, set apart by a hash of the prompt, so that equal prompts
-    fall on one side and the split does not depend on the order of the file."""
-    marks = {problem.prompt: hashlib.sha256(problem.prompt.encode()).digest() for problem in problems}
-    chosen = set(sorted(marks.values())[: min(count, len(marks) // 10)])
-    return ([p for p in problems if marks[p.prompt] not in chosen], [p for p in problems if marks[p.prompt] in chosen])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# From a response to one line of LaTeX. No parser and linear time, so this part may run in an event loop.
+# -- From a response to one line of LaTeX: no parser and linear time, so this may run in an event loop -----------------
 
 BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
@@ -220,6 +176,12 @@ def answer_key(solution: str) -> str:
     return canonical(answer)
 
 
+def needs_parser(solution: str) -> bool:
+    """Whether only the parser can tell that an answer key has a reading; ValueError where there is no key."""
+    key = answer_key(solution)
+    return plain_number(key) is None and not words(key) and not LETTER.fullmatch(key)
+
+
 DECIMAL = re.compile(r"((?:\d{1,3}(?:[ ,]\d{3})+|\d+|(?=\.\d))(?:\.\d*)?)")
 FRACTION = re.compile(r"(?:(\d+)(?: (?=\d+/)|(?=\\)))?(?:\\frac\{([+-]?\d+)\}\{([+-]?0*[1-9]\d*)\}|(\d+)/(0*[1-9]\d*))")
 
@@ -255,9 +217,7 @@ LETTER = re.compile(r"\(?([A-J])\)?")  # as an answer key
 
 def quick_verdict(response: str, solutions: tuple[str, ...]) -> Verdict | None:
     """The verdict where no parser is needed (no box, same text, numbers, choice letters), else None; in linear time."""
-    answer = extract_answer(response)
-    text = canonical(answer) if answer else ""
-    if not text:
+    if not (text := canonical(extract_answer(response) or "")):
         return Verdict.NO_ANSWER
     keys = [answer_key(solution) for solution in solutions]
     if text.replace(";", ",") in [key.replace(";", ",") for key in keys]:
@@ -276,8 +236,7 @@ def quick_verdict(response: str, solutions: tuple[str, ...]) -> Verdict | None:
     return Verdict.WRONG if decided else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The full judgement. From here on a call may take for ever and all memory, so it runs in a process that can be killed.
+# -- The full judgement: it may take for ever and all memory, so it runs in a process that can be killed --------------
 
 BASE = re.compile(r"\(?(\d[0-9A-Z]*)\)?_\{(\d\d?)\}")
 UNIT = re.compile(r"""([^A-Za-z]*|[^A-Za-z]*\\(?:frac|sqrt|pi)\b.*)(?<=[\d})i])
@@ -367,6 +326,70 @@ def math_verdict(response: str, solutions: tuple[str, ...]) -> Verdict:
     return otherwise
 
 
+# -- Programs ----------------------------------------------------------------------------------------------------------
+
+FENCE = re.compile(r"\s*(`{3,}|~{3,})\s*([^\s`]*)[^`]*")
+NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?")
+UNJUDGED = {"": Verdict.WRONG, "syntax": Verdict.UNPARSED, "timeout": Verdict.TIMEOUT}  # by outcome; others crashed
+
+
+def extract_program(response: str) -> str:
+    """Text of the last complete fenced block that is marked as Python, else of the last without a mark, or ""."""
+    blocks, fence, mark, lines = {}, "", "", []
+    for line in response[response.rfind("</think>") + 1 :].replace("\r\n", "\n").split("\n"):
+        if fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
+            blocks[mark], fence = "\n".join(lines), ""
+        elif fence:
+            lines.append(line)
+        elif match := FENCE.fullmatch(line):
+            fence, mark, lines = match[1], re.sub("^py(thon3)?$", "python", match[2].lower()), []
+    return textwrap.dedent(blocks.get("python") or blocks.get("") or "")
+
+
+def close(wanted: Decimal, number: Decimal) -> bool:
+    scale = 1 if wanted == wanted.to_integral_value() else max(1, abs(wanted))
+    return abs(wanted - number) <= Decimal("1e-6") * scale
+
+
+def same_output(wanted: str, output: str) -> bool:
+    """Whether a program's output is the wanted one: line by line, word by word, numbers within 1e-6."""
+    lines = [[line.split() for line in text.strip().split("\n")] for text in (wanted, output)]
+    if [len(words) for words in lines[0]] != [len(words) for words in lines[1]]:
+        return False
+    pairs = (pair for two in zip(*lines, strict=True) for pair in zip(*two, strict=True))
+    return all(x == y or bool(NUMBER.fullmatch(x) and NUMBER.fullmatch(y) and close(Decimal(x), Decimal(y)))
+               for x, y in pairs)  # fmt: skip
+
+
+def same_value(wanted, value) -> bool:
+    """Whether two values read from JSON (numbers as Decimal) are the same."""
+    if type(wanted) is type(value) is list:
+        return len(wanted) == len(value) and all(map(same_value, wanted, value))
+    if type(wanted) is type(value) is dict:
+        return wanted.keys() == value.keys() and all(same_value(wanted[key], value[key]) for key in wanted)
+    return wanted == value or (type(wanted) is type(value) is Decimal and close(wanted, value))
+
+
+def code_verdict(response: str, tests: dict, test_s: float, total_s: float, unsafe: bool) -> Verdict:
+    """Run the program of a response on its tests, one after the other. SandboxError where there is no sandbox."""
+    program, deadline = extract_program(response), time.monotonic() + total_s
+    if not program.strip():
+        return Verdict.NO_ANSWER
+    read = functools.partial(json.loads, parse_int=Decimal, parse_float=Decimal)
+    for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
+        left = max(0.0, min(test_s, deadline - time.monotonic()))
+        ran = run_program(program, given, function=tests["function"], timeout_s=left, unsafe=unsafe,
+                          output_bytes=2 * len(wanted.encode()) + (1 << 20))  # fmt: skip
+        output = ran.output.decode(errors="replace")
+        try:
+            same = same_value(read(wanted), read(output)) if tests["function"] else same_output(wanted, output)
+        except (ValueError, ArithmeticError, RecursionError):  # it left without a result, or sent a strange one
+            same = False
+        if ran.outcome or not same:
+            return UNJUDGED.get(ran.outcome, Verdict.CRASHED)
+    return Verdict.RIGHT if tests["inputs"] else Verdict.WRONG
+
+
 # -- The pool, and the command -----------------------------------------------------------------------------------------
 
 
@@ -378,59 +401,87 @@ def before_fork() -> None:
         raise RuntimeError("the verifier does not know the secant")
 
 
-def judge(request: dict) -> str:
-    """What a worker runs. Without a response it tells what is wrong with the answer keys, "" for nothing."""
-    if request["response"] is not None:
-        return math_verdict(request["response"], tuple(request["solutions"]))
+def judge(response: str = "", tests: dict | None = None, limits: tuple = (), solutions: tuple = (), keys: bool = False):
+    """What a worker runs: the verdict. With `keys` it tells what is wrong with an answer key, if something is."""
+    if tests is not None:
+        return code_verdict(response, tests, *limits)
     try:
-        return "" if [parse(answer_key(solution)) for solution in request["solutions"]] else "no key"
+        _ = keys and [parse(answer_key(solution)) for solution in solutions]
     except (ValueError, RecursionError) as error:
         return f"an answer key cannot be parsed: {error}"
+    return math_verdict(response, tuple(solutions))
 
 
 class Scorer:
-    """Verdicts from a pool of `workers` processes, each killed when one answer takes it longer than `deadline_s`. Make
-    it on the main thread and before the process group exists; close() it at the end."""
+    """Rewards from a pool of processes, each killed when one answer takes it too long. `cfg` has scorers (how many),
+    score_timeout, test_timeout, code_timeout, unsafe_code, reward ("file.py:function" of one's own, or ""). Make it on
+    the main thread and before the process group exists; close() it at the end."""
 
-    def __init__(self, workers: int, deadline_s: float):
-        pool = Pool(JUDGE, workers, deadline_s)
+    def __init__(self, cfg):
+        self.reward, self.limits = cfg.reward, (cfg.test_timeout, cfg.code_timeout, cfg.unsafe_code)
+        pool = Pool(cfg.reward or JUDGE, cfg.scorers, cfg.score_timeout)
         self._call, self.close = pool.call, pool.close
 
-    async def score(self, problem: Problem, response: str) -> Verdict:
-        """The verdict on one response. ScorerError when the pool is broken, or for a key that cannot be parsed."""
-        if len(response) - max(0, response.rfind("</think>")) <= LONGEST_INLINE:  # characters that may hold the answer
+    async def score(self, problem, response: str) -> tuple[float, Verdict]:
+        """(reward, verdict) of a response to a `packing.Problem`; the reward is 1, 0 or what one's function returned.
+        ScorerError when the pool is broken, for a key that cannot be parsed, or when that function failed."""
+        verdict, request, deadline_s = None, {"solutions": problem.solutions, "response": response}, None
+        if self.reward:
+            reply = await self._call({"row": problem.row, "response": response})
+            value = reply.get("value", 0.0)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ScorerError(f"the reward {self.reward} returned {value!r}, which is no finite number")
+            return float(value), Verdict.TIMEOUT if "timeout" in reply else Verdict.SCORED
+        if problem.tests is not None:
+            request = {"tests": problem.tests, "response": response, "limits": self.limits}
+            deadline_s = self.limits[1] + 10
+        elif len(response) - max(0, response.rfind("</think>")) <= LONGEST_INLINE:  # that may hold the answer
             with contextlib.suppress(ValueError):  # a key that load_problems would have refused: below it is an error
-                if (verdict := quick_verdict(response, problem.solutions)) is not None:
-                    return verdict
-        reply = await self._call({"solutions": problem.solutions, "response": response})
-        return Verdict.TIMEOUT if "timeout" in reply else Verdict(reply["value"])
+                verdict = quick_verdict(response, problem.solutions)
+        if verdict is None:
+            verdict = Verdict((await self._call(request, deadline_s)).get("value", Verdict.TIMEOUT))
+        return float(verdict == Verdict.RIGHT), verdict
 
 
-async def _examine(rows: list[tuple[str, str | None]], workers: int, deadline_s: float) -> list[str]:
-    """For each (key, response) what is wrong with the key, else the verdict; "" for a good key without a response."""
+def examine(requests: list[dict], workers: int, deadline_s: float) -> list[str]:
+    """The results of `judge`, from a pool that is gone on return."""
 
-    async def one(key: str, response: str | None) -> str:
-        reply = await pool.call({"solutions": [key], "response": None})
-        if response is not None and reply.get("value") == "":
-            reply = await pool.call({"solutions": [key], "response": response})
-        return reply.get("value", Verdict.TIMEOUT)
+    async def every() -> list[dict]:
+        limits = [request["limits"][1] + 10 if "limits" in request else deadline_s for request in requests]
+        return await asyncio.gather(*map(pool.call, requests, limits))
 
     with contextlib.closing(Pool(JUDGE, workers, deadline_s)) as pool:
-        return await asyncio.gather(*(one(*row) for row in rows))
+        return [reply.get("value", Verdict.TIMEOUT) for reply in asyncio.run(every())]
 
 
-def check(path: str, workers: int, deadline_s: float) -> int:
-    """Judge a file of rows of id, response, gold and expected, print what differs, return how much did."""
-    rows, wrong = _rows(path), 0
+def need_sandbox(unsafe: bool) -> None:
+    """Before programs are run: ValueError in a sentence if this machine has no sandbox; a loud box with `unsafe`."""
+    if unsafe:
+        text = "UNSAFE CODE: programs written by a model run here with your rights, your files, your network"
+        print(f"{'#' * 100}\n##  {text}  ##\n{'#' * 100}", flush=True)
+    elif fault := sandbox_fault():
+        raise ValueError(f"programs cannot be judged here: {fault}; --unsafe_code runs them without a sandbox")
+
+
+def check(path: str, workers: int, deadline_s: float, unsafe: bool) -> int:
+    """Judge a file of rows of id, response, expected and gold or tests, print what differs, return how much did."""
+    rows, requests, wrong = read_rows(path), [], 0
     for number, row in rows:
-        if [type(row.get(field)) for field in ("id", "response", "gold", "expected")] != [str, str, str, bool]:
-            raise ValueError(f"{path}:{number}: 'id', 'response', 'gold' must be text and 'expected' true or false")
-    verdicts = asyncio.run(_examine([(row["gold"], row["response"]) for _, row in rows], workers, deadline_s))
-    for (number, row), verdict in zip(rows, verdicts, strict=True):
+        kinds = [type(row.get(name)) for name in ("id", "response", "expected")]
+        if kinds != [str, str, bool] or not ("tests" in row or isinstance(row.get("gold"), str)):
+            raise ValueError(f"{path}:{number}: 'id', 'response', 'gold' must be text and 'expected' true or false; "
+                             f"for a program 'tests' take the place of 'gold'")  # fmt: skip
+        how = {"solutions": [row.get("gold")], "keys": True}
+        if "tests" in row:
+            how = {"tests": read_tests(row, f"{path}:{number}"), "limits": (6.0, 200.0, unsafe)}
+        requests.append({"response": row["response"], **how})
+    if any("tests" in row for _, row in rows):
+        need_sandbox(unsafe)
+    for (number, row), verdict in zip(rows, examine(requests, workers, deadline_s), strict=True):
         if (verdict == Verdict.RIGHT) != row["expected"] or verdict not in set(Verdict):
             wrong += 1
-            wanted, answer = "right" if row["expected"] else "not right", extract_answer(row["response"])
-            print(f"{path}:{number}: {row['id']}: {verdict}, expected {wanted}: {answer!r} for {row['gold']!r}")
+            what = f": {extract_answer(row['response'])!r} for {row['gold']!r}" if "gold" in row else ""
+            print(f"{path}:{number}: {row['id']}: {verdict}, expected {'not ' * (not row['expected'])}right{what}")
     print(f"{len(rows) - wrong} right, {wrong} wrong")
     return wrong
 
@@ -438,11 +489,12 @@ def check(path: str, workers: int, deadline_s: float) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Examine the verifier with your own data.")
     parser.add_argument("command", choices=["check"])
-    parser.add_argument("file", help="JSON lines of id, response, gold, expected")
+    parser.add_argument("file", help="JSON lines of id, response, expected, and gold or tests")
     parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--deadline", type=float, default=5.0, help="seconds for one answer")
+    parser.add_argument("--deadline", type=float, default=5.0, help="seconds for one mathematical answer")
+    parser.add_argument("--unsafe_code", action="store_true", help="run programs without a sandbox")
     args = parser.parse_args()
     try:
-        sys.exit(1 if check(args.file, args.workers, args.deadline) else 0)
+        sys.exit(bool(check(args.file, args.workers, args.deadline, args.unsafe_code)))
     except (ValueError, OSError, ScorerError) as error:
         sys.exit(f"reward.py: {error}")

@@ -1,7 +1,7 @@
 """Generators: the SGLang engine, workflows that turn a problem into trajectories, and the loop of a generator rank.
 
-An engine is anything with this protocol, and with `name`, `tokenizer` and `version` (no base class; the other one is
-`toy.TransformersEngine`, for machines on which SGLang does not run):
+An engine is anything with this protocol and `name`, `tokenizer`, `version`, `max_new_tokens`, `longest` (no base class;
+the other one is `toy.TransformersEngine`, for machines on which SGLang does not run):
 
     start(), watch(), close()                  watch() returns only by raising: the engine is broken
     generate(token_ids, max_new_tokens)        -> Generation: tokens, logprobs and versions, one of each a token
@@ -13,8 +13,9 @@ An update in the middle of an answer keeps the partial answer with its log-proba
 cache away and decodes the rest from prompt + partial under the new weights. A piece that was cut this way is never
 taken for a finished answer, and the token budget stays the original one.
 
-A workflow is one async function `(problem, engine, score) -> [Trajectory, ...]`; `single_turn` below is the only one
-most runs need. Token ids from the engine reach the trainer untouched; nothing is tokenised again.
+A workflow is one async function `(problem, engine, score) -> [Trajectory, ...]`: `single_turn`, `multi_turn`, or one of
+your own, named file.py:function (`recipes/tool_use.py`). `await score(problem, response)` gives the reward of a text.
+Token ids from the engine reach the trainer untouched; no answer is tokenised again.
 
 Left out, and why: no dynamic batching of our own (continuous batching is the engine's job), no top-p / top-k / penalty
 when sampling for training (the returned log-probability would not be the policy's), no restart of a dead server (the
@@ -24,54 +25,31 @@ attempt ends, and torchrun's next one starts new servers).
 """
 
 import asyncio
-import dataclasses
+import functools
 import hashlib
-import importlib.metadata
+import inspect
 import json
+import math
 import os
-import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
 
-from packing import Trajectory, buckets, check_manifest, manifest, problem_of_ticket
-from reward import Problem, Scorer, Verdict
-from sandbox import Server, clean_environment, sweep_shared_memory
+import packing
+from packing import Generation, Problem, Trajectory
+from reward import Scorer
+from sandbox import Server, clean_environment, load_function
 from sync import Channel, admission_limit
 
 # -- What all engines share --------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Generation:
-    """What was generated for one prompt. The three lists have equal lengths."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    finish_reason: str = ""  # "stop": ended by itself; "length": the budget was used up
-    interruptions: int = 0  # weight updates that fell into it
-
-
-def check_request(token_ids: list[int], budget: int, vocabulary: int, longest: int, sampling: dict) -> None:
-    """ValueError for what an engine must never see: one id outside the vocabulary ends a whole SGLang server."""
-    if sampling:
-        raise ValueError(f"{min(sampling)}: a request sets max_new_tokens only; filters and penalties would make the "
-                         f"log-probabilities another distribution's, temperature and stop tokens are the run's")
-    outside = [i for i in token_ids if not 0 <= i < vocabulary]
-    if outside or not token_ids:
-        raise ValueError(f"the model has no token {outside[0]}: its vocabulary ends at {vocabulary - 1}" if outside
-                         else "a prompt without tokens cannot be continued")  # fmt: skip
-    if budget < 1 or len(token_ids) + budget > longest:
-        raise ValueError(f"a prompt of {len(token_ids)} tokens and {budget} new ones do not fit into the {longest} "
-                         f"that the engine was started for (max_prompt_tokens + max_new_tokens)")  # fmt: skip
 
 
 class Gate:
@@ -100,32 +78,6 @@ class Gate:
 # -- Engine: an SGLang server ------------------------------------------------------------------------------------------
 
 HEALTH_EVERY = 5.0  # seconds between two looks at a server
-SESSIONS_SINCE = (0, 5, 21)  # before, the cache cannot be flushed while cut answers wait: an update waits for them
-OURS = ("api-key", "base-gpu-id", "context-length", "data-parallel-size", "device", "dist-init-addr", "dp-size",
-        "dtype", "gpu-id-step", "host", "load-format", "model-path", "nccl-init-addr", "nccl-port", "nnodes",
-        "node-rank", "pipeline-parallel-size", "port", "pp-size", "schedule-low-priority-values-first",
-        "skip-tokenizer-init", "tensor-parallel-size", "tokenizer-worker-num", "tp-size")  # fmt: skip
-HARMFUL = ("dllm", "json-model", "kv-cache-d", "lora", "preferred-s", "quant", "sampling-d", "speculative")
-
-
-def sglang_release() -> tuple[int, ...]:
-    """(0, 5, 23) of the SGLang that is installed, () if none is. Nothing is imported: that would take seconds."""
-    try:
-        return tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version("sglang"))[:3])
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-
-
-def check_settings(more: dict) -> dict:
-    """A user's own settings of the server, by the names of its command line. ValueError for those that are the job's,
-    and for what would make its log-probabilities another distribution's than the policy's."""
-    plain = {str(name).lstrip("-").replace("_", "-"): value for name, value in more.items()}
-    for name in plain:
-        if any(own.startswith(name) for own in OURS):  # its parser takes abbreviations as well
-            raise ValueError(f"engine_args may not set {name}: the job does, and needs it as it is")
-        if any(word in name for word in HARMFUL):
-            raise ValueError(f"engine_args may not set {name}: log-probabilities would not be the trained policy's")
-    return plain
 
 
 class SGLangEngine:
@@ -136,13 +88,14 @@ class SGLangEngine:
     It keeps interrupted answers itself (pause in retract mode) and says which version made which tokens.
 
     `parameters`: [(name, meta tensor), ...] of the model, as an update fills them. `settings`: of the server, by the
-    names of its command line; `more`: the user's. Deadlines in seconds.
+    names of its command line; `more`: the user's. `sessions`: an update may leave cut answers waiting. Deadlines in
+    seconds.
     """
 
     name = "sglang"
 
-    def __init__(self, parameters, tokenizer, *, who: str, folder: Path, settings: dict, more: dict, temperature: float,
-                 max_new_tokens: int, max_prompt_tokens: int, vocabulary: int, stop_ids: list[int],
+    def __init__(self, parameters, tokenizer, *, who: str, folder: Path, settings: dict, more: dict, sessions: bool,
+                 temperature: float, max_new_tokens: int, max_prompt_tokens: int, vocabulary: int, stop_ids: list[int],
                  startup_timeout: float, update_timeout: float, health_timeout: float):  # fmt: skip
         self._parameters, self.tokenizer, self.who, self.folder = parameters, tokenizer, who, folder
         self.max_new_tokens, self.vocabulary = max_new_tokens, vocabulary
@@ -160,12 +113,12 @@ class SGLangEngine:
         if self.settings["device"] == "cpu":  # what SGLang does where it has no kernels of its own
             self.settings |= {"attention-backend": "torch_native"}
             self.settings |= {"disable-overlap-schedule": True, "sleep-on-idle": True}
-        self.settings |= check_settings(more)
+        self.settings |= more
         self.gate = Gate()
         self.version = -1  # no weights yet
         self.first: dict = {}  # what the first update said
         self.joined, self.paused, self.pauses, self.changed = False, False, 0, False
-        self.sessions = sglang_release() >= SESSIONS_SINCE
+        self.sessions = sessions
         self.checksums: list[dict] = []  # of the served tensors, one for each worker
         self.seconds: Counter = Counter()  # parts of the last update
 
@@ -173,7 +126,6 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Start the server and wait until it generates. Raises with the end of its log if it does not."""
-        sweep_shared_memory()
         folder = self.folder.resolve()
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         environment = clean_environment(SGLANG_HEALTH_CHECK_TIMEOUT=str(int(self.health_timeout)))
@@ -205,14 +157,13 @@ class SGLangEngine:
 
     async def close(self) -> None:
         await self.server.close()
-        sweep_shared_memory()
 
     # -- generation
 
     async def generate(self, token_ids: list[int], max_new_tokens: int | None = None, **sampling) -> Generation:
         """Sample one answer. It has no deadline of its own: trainer 0 has one for the batch."""
         budget = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        check_request(token_ids, budget, self.vocabulary, self.longest, sampling)
+        packing.check_request(token_ids, budget, self.vocabulary, self.longest, sampling)
         body = {"input_ids": list(token_ids), "return_logprob": True,
                 "sampling_params": self.sampling | {"max_new_tokens": budget}}  # fmt: skip
         async with self.gate:
@@ -235,7 +186,7 @@ class SGLangEngine:
 
     def connect(self, first: dict) -> None:
         self.first, dtype = first, getattr(torch, first["dtype"])
-        self.buckets = buckets(self._parameters, dtype, first["bucket_bytes"], align=dtype.itemsize)
+        self.buckets = packing.buckets(self._parameters, dtype, first["bucket_bytes"], align=dtype.itemsize)
 
     async def pause(self, interrupt: bool = True) -> None:
         """Returns once nothing is being decoded: answers under way are cut or, without `interrupt`, complete."""
@@ -310,20 +261,64 @@ class SGLangEngine:
 # -- Workflows ---------------------------------------------------------------------------------------------------------
 
 Score = Callable[[Problem, str], Awaitable[float]]
+Workflow = Callable[[Problem, object, Score], Awaitable[list[Trajectory]]]
+RETRY = "That answer is not right. Look for the mistake and try again, and give a complete answer in the same form."
 
 
 async def single_turn(problem: Problem, engine, score: Score) -> list[Trajectory]:
-    """One prompt, one answer, one reward between 0 and 1."""
-    answer = await engine.generate(problem.prompt_ids)
+    """One prompt, one answer, one reward."""
+    return await multi_turn(problem, engine, score, turns=1)
+
+
+async def multi_turn(problem: Problem, engine, score: Score, *, turns: int, discount: float = 1.0,
+                     chat: bool = False) -> list[Trajectory]:  # fmt: skip
+    """Up to `turns` answers, until one is right, in one trajectory. After a wrong one the user says so, or gives the
+    next of the row's "hints". The reward is that of the last answer, times `discount` for each one before it; only
+    the model's tokens are trained, all under that reward. It ends early where the budget of the prompt is used up."""
     trajectory = Trajectory(ticket=-1, index=-1)
     trajectory.append(problem.prompt_ids)
-    trajectory.append(answer.tokens, answer.logprobs, answer.versions)
-    trajectory.finish_reason = answer.finish_reason
-    trajectory.reward = await score(problem, engine.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+    hints = problem.row.get("hints", [])
+    for turn in range(turns):
+        context = trajectory.tokens.tolist()
+        answer = await engine.generate(context, engine.max_new_tokens - (len(context) - len(problem.prompt_ids)))
+        trajectory.append(answer.tokens, answer.logprobs, answer.versions)
+        trajectory.finish_reason = answer.finish_reason
+        trajectory.score = await score(problem, engine.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        trajectory.reward = trajectory.score * discount**turn
+        says = hints[turn] if turn < len(hints) else RETRY
+        reply = user_turn(engine.tokenizer, says, chat, answer.tokens[-1]) if turn + 1 < turns else []
+        full = len(trajectory.tokens) + len(reply) - len(problem.prompt_ids) >= engine.max_new_tokens
+        if trajectory.score >= 1 or not reply or full or answer.finish_reason != "stop":
+            break
+        trajectory.append(reply)
     return [trajectory]
 
 
-@dataclasses.dataclass
+def user_turn(tokenizer, says: str, chat: bool, last: int) -> list[int]:
+    """Token ids of what comes between an answer that ended with token `last` and the next: with `chat` the user's
+    message in the tokenizer's template, else the text itself. The conversation before it is not tokenised again."""
+    if not chat:
+        return tokenizer(says, add_special_tokens=False)["input_ids"]
+    mark = "@ANSWER@"
+    messages = [{"role": role, "content": text} for role, text in (("user", "?"), ("assistant", mark), ("user", says))]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(whole.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
+    return ids[1:] if ids[:1] == [last] else ids  # the template closes the answer, the model may have done so itself
+
+
+def choose_workflow(cfg) -> Workflow:
+    """The workflow that `cfg.workflow` names. ValueError if it is none."""
+    if cfg.workflow == "single_turn":
+        return single_turn
+    if cfg.workflow == "multi_turn":
+        return functools.partial(multi_turn, turns=cfg.turns, discount=cfg.turn_discount, chat=cfg.chat)
+    workflow, _ = load_function(cfg.workflow)
+    if not inspect.iscoroutinefunction(workflow):
+        raise ValueError(f"workflow={cfg.workflow} must be an `async def` of (problem, engine, score)")
+    return workflow
+
+
+@dataclass
 class Group:
     """The trajectories sampled for one ticket, and what was found out on the way."""
 
@@ -336,22 +331,26 @@ class Group:
 
 
 async def sample_and_score(ticket: int, problem: Problem, answers: int, engine, scorer: Scorer,
-                           workflow=single_turn) -> Group:  # fmt: skip
-    """Sample `answers` trajectories for one problem, each scored as soon as it is complete."""
-    verdicts: Counter = Counter()
-    group = Group(ticket, [], verdicts, time.time(), 0.0, 0.0)
+                           workflow: Workflow = single_turn) -> Group:  # fmt: skip
+    """Run `workflow` `answers` times for one problem; each answer is scored as soon as it is complete."""
+    group = Group(ticket, [], Counter(), time.time(), 0.0, 0.0)
 
     async def score(problem: Problem, response: str) -> float:
         group.generated = time.time()
-        verdict = await scorer.score(problem, response)
-        verdicts[verdict] += 1
-        return float(verdict == Verdict.RIGHT)
+        reward, verdict = await scorer.score(problem, response)
+        group.verdicts[verdict] += 1
+        return reward
 
     for trajectories in await asyncio.gather(*(workflow(problem, engine, score) for _ in range(answers))):
         group.trajectories += trajectories
-    for index, trajectory in enumerate(group.trajectories):
-        trajectory.ticket, trajectory.index = ticket, index
-        trajectory.check()
+    for index, one in enumerate(group.trajectories):
+        one.ticket, one.index, one.score = ticket, index, one.reward if math.isnan(one.score) else one.score
+        one.check()
+        if not one.loss_mask.any() or math.isnan(one.reward) or len(one.tokens) > engine.longest:
+            raise ValueError(f"a workflow returned {len(one.tokens)} tokens, {one.loss_mask.sum()} of them generated, "
+                             f"with reward {one.reward}: a trajectory needs both, and at most {engine.longest} tokens")
+    if not group.trajectories:
+        raise ValueError("a workflow returned no trajectory")
     group.scored = time.time()
     return group
 
@@ -368,6 +367,7 @@ class Generator:
 
     def __init__(self, cfg, rank: int, engine, scorer: Scorer, problems: list[Problem], test: list[Problem]):
         self.cfg, self.rank, self.engine, self.scorer = cfg, rank, engine, scorer
+        self.workflow = choose_workflow(cfg)
         self.problems, self.test = problems, test
         self.inbox, self.out = Channel(), Channel()
         self.record = (-1, 0)  # newest (version, rejected)
@@ -427,7 +427,7 @@ class Generator:
     async def _update(self, version: int, first: dict | None) -> None:
         start = time.time()
         if first is not None:
-            check_manifest(first["manifest"], manifest(self.engine.parameters()), self.rank)
+            packing.check_manifest(first["manifest"], packing.manifest(self.engine.parameters()), self.rank)
             self.engine.connect(first | {"join": first["join"].get(str(self.rank))})
         await self.engine.pause(self.cfg.interrupt)
         self._switch("sync")
@@ -446,7 +446,7 @@ class Generator:
 
         async def one(problem: Problem) -> Group:
             async with gate:
-                return await sample_and_score(-1, problem, cfg.eval_answers, self.engine, self.scorer)
+                return await sample_and_score(-1, problem, cfg.eval_answers, self.engine, self.scorer, self.workflow)
 
         groups = await asyncio.gather(*(one(problem) for problem in problems))
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -454,7 +454,7 @@ class Generator:
         self._event("evaluate", 0, self.since, time.time())
         self._switch("wait")
         self._send("evaluated", problems=len(groups), answers=len(trajectories),
-                   reward=float(sum(t.reward for t in trajectories)), verdicts=dict(verdicts),
+                   reward=float(sum(t.score for t in trajectories)), verdicts=dict(verdicts),
                    tokens=sum(int(t.loss_mask.sum()) for t in trajectories))  # fmt: skip
 
     # -- slots
@@ -477,13 +477,13 @@ class Generator:
             self.running += 1
             if self.state == "wait":
                 self._switch("generate")
-            problem = self.problems[problem_of_ticket(ticket, len(self.problems), self.cfg.seed)]
-            group = await sample_and_score(ticket, problem, self.cfg.answers, self.engine, self.scorer)
+            problem = self.problems[packing.problem_of_ticket(ticket, len(self.problems), self.cfg.seed)]
+            group = await sample_and_score(ticket, problem, self.cfg.answers, self.engine, self.scorer, self.workflow)
             self.running -= 1
             if not self.running and self.state == "generate":
                 self._switch("wait")
             headers = [trajectory.header() for trajectory in group.trajectories]
-            pass_rate = float(np.mean([trajectory.reward for trajectory in group.trajectories]))
+            pass_rate = float(np.mean([trajectory.score for trajectory in group.trajectories]))
             accepted = self.cfg.filter_lower <= pass_rate <= self.cfg.filter_upper
             if accepted:  # arrays first, header after them: whoever reads the header finds the arrays
                 await asyncio.to_thread(self._put, group)

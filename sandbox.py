@@ -1,49 +1,54 @@
-"""Work that may hang or die, in processes that can be killed: a pool of workers, and servers.
+"""Work that may hang, die or do harm, in processes that can be killed: a pool of workers, servers, foreign programs.
 
 `Pool` runs one function, named "file.py:name", on requests that may never end. Who asks holds sockets, GPU state and
-threads and must neither fork nor be imported again. So a pool is one child process, in which pebble forks the workers:
+threads and must neither fork nor be imported again. So a pool is one child process, which forks a worker a request:
 
     who        waits for                             and if it never comes
     call()     its reply, as a JSON line             PoolError, after two deadlines and 30 s without any news
-    child      requests on stdin                     it ends with stdin, and with its parent
-    its slots  the result of their one worker        pebble kills the worker, the reply is a timeout
-    worker     one request                           it dies with the child
+    child      requests on stdin, workers' replies   it kills a late worker, and ends with stdin and with its parent
+    worker     its function                          it is killed at its deadline, and dies with the child
 
-A slot is a thread with a pebble pool of one: a larger pool breaks when an idle worker dies, and its workers share a
-lock that a killed one may hold. A request whose worker died by itself is tried once more; a second death, or an error
-of the function, breaks the whole pool: it must stop a run and never look like a result. Left out: limits beyond time
-and memory, and killing what a function started: this is for code that is trusted but may take for ever.
+A request whose worker died by itself is tried once more; a second death, or an error of the function, breaks the whole
+pool: it must stop a run and never look like a result. Workers run code that is trusted but may take for ever.
 
 `Server` is a process that listens (SGLang), with all that it starts. It dies with the thread that made it, also when
 that is killed; who asks it for something has a deadline of its own.
+
+`run_program` is for code that nobody trusts (what a model wrote). It runs in bubblewrap: no network, no other process
+in sight, of the file system only the system's and Python's own folders, read-only, and an empty scratch folder in
+memory; all gone with its first process; time, memory, output, files and processes are bounded; only data comes back.
+Not covered: holes of the kernel (do not run as root, use a virtual machine for more), the load on the machine within
+the bounds, what there is to read in /usr. It needs Linux with user namespaces (on Ubuntu `sysctl
+kernel.apparmor_restrict_unprivileged_userns=0`) and bubblewrap 0.8: `apt install bubblewrap`. With `unsafe=True`
+programs are processes like any other of yours, with your files and your network.
 """
 
 import asyncio
+import collections
 import contextlib
 import ctypes
+import functools
 import json
-import multiprocessing
 import os
-import queue
 import re
 import resource
 import runpy
+import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent import futures
-from multiprocessing import connection
+from dataclasses import dataclass
 from pathlib import Path
-
-from pebble import ProcessExpired, ProcessPool
+from types import SimpleNamespace
 
 GRACE_S = 30.0  # for the child to start, and on top of two deadlines (two tries) before silence means a broken pool
-LOST_S = 3.0  # on top of one deadline: the worker died with pebble's lock, or before it took the request
 MEMORY = 4 << 30  # bytes of address space for a worker; a power tower would take all there is
 LAUNCHER = re.compile(r"RANK|WORLD_SIZE|(LOCAL|MASTER|TORCHELASTIC|GROUP|ROLE)_.*")  # what torchrun tells its ranks
 
@@ -57,27 +62,15 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def die(role: str, rank: int, error: BaseException) -> None:
-    """Print the error, rank first, and end this process at once; torchrun then ends the others.
-
-    `os._exit` because threads blocked in a store or in a collective would keep the interpreter alive. An error that
-    only says that a peer is gone is held back for some seconds: the peer's own error, or torchrun's report of its
-    signal, is the cause and comes first (and torchrun usually ends this rank before the time is up).
-    """
-    text = f"{type(error).__name__}: {error}"
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: a pool's child must not import torch
-    what = text.partition("\n")[0]  # the log of a server that follows may say anything
-    gone = any(words in what for words in ("Connection closed", "Connection reset", "gloo"))
-    lost_peer = "DistError" in kinds or ("RuntimeError" in kinds and gone)
-    if lost_peer:
-        time.sleep(5)
-    try:
-        with contextlib.suppress(OSError):  # whoever read our output may be gone, too
-            sys.stdout.flush()
-        trace = "".join(traceback.format_exception(error))
-        print(f"[rank {rank}, {role}] {text}\n{trace}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(1)
+def load_function(spec: str) -> tuple[Callable, dict]:
+    """The function named "path/file.py:name", and all names of that file. ValueError in a sentence if there is none."""
+    path, _, name = spec.rpartition(":")
+    if not os.path.isfile(path):
+        raise ValueError(f"{spec}: file.py:function is needed, and there is no file {path!r}")
+    names = runpy.run_path(path, run_name="boba_file")
+    if not callable(names.get(name)):
+        raise ValueError(f"{spec}: {path} has no function {name!r}")
+    return names[name], names
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -105,7 +98,7 @@ class Server:
     async def start(self, command: Callable[[int, int], list[str]], environment: dict[str, str], timeout_s: float):
         """Start `python *command(port, second port)` and wait until it is healthy. Ports are tried three times, since
         another process may take one between our look and its use. Raises with the end of the log."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         for tries_left in (2, 1, 0):
             port, second = free_ports(2)
             self.url = f"http://127.0.0.1:{port}"
@@ -115,24 +108,23 @@ class Server:
                 self.process = subprocess.Popen([*become, *command(port, second)], env=environment, stdout=file,
                                                 stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
             try:
-                return await self._until_healthy(deadline, timeout_s)
+                return await self._until_healthy(began, timeout_s)
             except RuntimeError:
-                lost = any(word in self._said().lower() for word in ("address already in use", "eaddrinuse"))
-                if not tries_left or not lost:
+                if not tries_left or not re.search("(?i)address already in use|eaddrinuse", self._said()):
                     raise
                 self.kill()
                 print(f"{self.name}: another process took a port; trying others", flush=True)
 
-    async def _until_healthy(self, deadline: float, timeout_s: float) -> None:
-        began = said = time.monotonic()
+    async def _until_healthy(self, began: float, timeout_s: float) -> None:
+        said = 0.0
         while not await self.healthy(5.0):
             self.check()
-            now = time.monotonic()
-            if now > deadline:
+            spent = time.monotonic() - began
+            if spent > timeout_s:
                 raise self.error(f"was not up after {timeout_s:.0f} s")
-            if now - said > 20:
-                print(f"{self.name} is starting, {now - began:.0f} s so far (its log: {self.log})", flush=True)
-                said = now
+            if spent - said > 20:
+                print(f"{self.name} is starting, {spent:.0f} s so far (its log: {self.log})", flush=True)
+                said = spent
             await asyncio.sleep(0.3)
 
     async def healthy(self, timeout_s: float) -> bool:
@@ -146,20 +138,22 @@ class Server:
         """Raises at once when the process has ended, and when it was not healthy for `timeout_s` seconds. It is asked
         every `every_s` seconds, but not while `excused()[0]` is true; if `excused()` is another afterwards, the answer
         does not count."""
-        look, last, before = None, time.monotonic(), excused()
-        try:
+
+        async def ask() -> None:
             while True:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(every_s)
+                if not (before := excused())[0] and not await self.healthy(timeout_s) and excused() == before:
+                    self.check()
+                    raise self.error(f"gave no sign of life within {timeout_s:.0f} s")
+
+        asking = asyncio.ensure_future(ask())
+        try:
+            while not asking.done():
                 self.check()
-                if look is None and time.monotonic() - last > every_s and not (before := excused())[0]:
-                    look = asyncio.ensure_future(self.healthy(timeout_s))
-                elif look is not None and look.done():
-                    if not look.result() and excused() == before:
-                        raise self.error(f"gave no sign of life within {timeout_s:.0f} s")
-                    look, last = None, time.monotonic()
+                await asyncio.wait({asking}, timeout=0.2)
+            asking.result()
         finally:
-            if look is not None:
-                look.cancel()
+            asking.cancel()
 
     async def post(self, path: str, body: dict, timeout_s: float | None = None) -> dict:
         """The reply to a POST of JSON. Raises, with this server's name, if it refuses, is gone, or takes longer than
@@ -199,42 +193,17 @@ class Server:
 
     def kill(self) -> None:
         """End it and all it started: it has nothing to save. May be called any number of times."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
 
 
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback that nobody has bound. One may be lost before it is bound for good; then try again."""
     with contextlib.ExitStack() as stack:  # held together, so they differ
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
-
-
-SEGMENTS = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_", "nccl-", "cuda.shm.")  # of SGLang and its libraries
-
-
-def sweep_shared_memory(folder: str = "/dev/shm", prefixes: tuple = SEGMENTS) -> list[str]:
-    """Remove the segments that killed SGLang servers of this user left; returns their names. One is left alone as long
-    as a process has it mapped, or while it is younger than 10 seconds: its process may be about to map it. Containers
-    that share /dev/shm but not their processes must not run this."""
-    found = [entry for entry in os.scandir(folder) if entry.name.startswith(prefixes)] if os.path.isdir(folder) else []
-    mapped = ""
-    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            mapped += maps.read_text()
-    removed = []
-    for entry in found:
-        with contextlib.suppress(FileNotFoundError):  # another rank was faster
-            status = entry.stat()
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > 10 and entry.path not in mapped:
-                os.unlink(entry.path)
-                removed.append(entry.name)
-    return removed
 
 
 # -- A pool ------------------------------------------------------------------------------------------------------------
@@ -245,56 +214,58 @@ class PoolError(RuntimeError):
 
 
 class Pool:
-    """`workers` processes that apply `function` ("path/file.py:name", from a dict to anything JSON can hold), each
-    killed when one request takes it longer than `deadline_s`. Make it before the process group exists; close() it.
-    A function `before_fork()` in the same file, if there is one, runs once in the child: imports, caches."""
+    """Up to `workers` processes at once that call `function` ("path/file.py:name", sync or async, with the names of a
+    request; it returns what JSON can hold), each killed after `deadline_s`. Make it before the process group exists;
+    close() it. If that file has a function `before_fork()`, it runs once in the child: imports, caches."""
 
     def __init__(self, function: str, workers: int, deadline_s: float):
         assert workers >= 1 and deadline_s > 0, f"a pool needs workers and a deadline, not {workers} and {deadline_s} s"
         assert threading.current_thread() is threading.main_thread(), "a pool would die with the thread that made it"
         self._broken = ""
-        self._silence_s = 2 * deadline_s + GRACE_S
+        self.deadline_s, self.grace_s = deadline_s, GRACE_S
         self._last_news = time.monotonic()
-        self._lock = threading.Lock()  # guards _broken and _pending together
+        self._lock, self._writing = threading.Lock(), threading.Lock()  # the first for _broken and _pending together
         self._pending: dict[int, futures.Future] = {}
-        self._outbox: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
-        options, pipe = json.dumps([function, workers, deadline_s, os.getpid()]), subprocess.PIPE
+        options, pipe = json.dumps([function, workers, os.getpid()]), subprocess.PIPE
         command = [sys.executable, os.path.abspath(__file__), "serve", options]
         # A session of its own, because Ctrl-C is for the job, which then closes or leaves its pool.
         self._child = subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe,
                                        start_new_session=True)
-        hello = connection.wait([self._child.stdout], GRACE_S) and self._child.stdout.readline()
+        hello = select.select([self._child.stdout], [], [], GRACE_S)[0] and self._child.stdout.readline()
         hello = json.loads(hello or '{"error": "it ended, or was not ready in time"}')
         if "error" in hello:
             self.close()
             raise PoolError(f"the pool of {function} did not start: {hello['error']}")
-        # Threads, because a pipe read or written by the event loop would stall it or need a buffer of its own.
         threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._write, daemon=True).start()
 
-    async def call(self, request: dict) -> dict:
+    async def call(self, request: dict, deadline_s: float | None = None) -> dict:
         """{"value": what the function returned} or {"timeout": True}. PoolError, now and ever after, once broken."""
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        silence_s = 2 * deadline_s + self.grace_s
         future: futures.Future = futures.Future()
         future.set_running_or_notify_cancel()  # whoever waits may be cancelled, the request goes on
         with self._lock:
             if self._broken:
                 raise PoolError(f"the pool is broken: {self._broken}")
             self._pending[id(future)] = future
-        self._outbox.put({"id": id(future), "request": request})
+        message = {"id": id(future), "request": request, "deadline_s": deadline_s}
+        await asyncio.to_thread(self._write, json.dumps(message).encode() + b"\n")
         answer = asyncio.wrap_future(future)
-        while not (await asyncio.wait({answer}, timeout=self._silence_s))[0]:
-            if time.monotonic() - self._last_news > self._silence_s:
-                self._break(f"no reply from its process for {self._silence_s:.0f} s")
+        while not (await asyncio.wait({answer}, timeout=silence_s))[0]:
+            if time.monotonic() - self._last_news > silence_s:
+                self._break(f"no reply from its process for {silence_s:.0f} s")
         return answer.result()
 
     def close(self) -> None:
         """End the child and its workers. May be called any number of times."""
         self._break("it was closed")
-        self._outbox.put(None)  # the end of its stdin
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=3)
-        self._child.kill()  # where it has not ended yet; its workers die with it
+        self._child.kill()  # its workers die with it
         self._child.wait()
+
+    def _write(self, line: bytes) -> None:  # in a thread: a full pipe would stall the event loop
+        with self._writing, contextlib.suppress(OSError):  # the end of the child is noticed by _read
+            self._child.stdin.write(line)
+            self._child.stdin.flush()
 
     def _break(self, cause: str) -> None:
         with self._lock:
@@ -314,105 +285,212 @@ class Pool:
                 future.set_result(reply)
         self._break(f"its process ended with status {self._child.wait()}")
 
-    def _write(self) -> None:
-        with contextlib.suppress(OSError), self._child.stdin as pipe:  # the end of the child is noticed by _read
-            while (message := self._outbox.get()) is not None:
-                pipe.write(json.dumps(message).encode() + b"\n")
-                pipe.flush()
+
+# The child. It has one thread and only pipes, so a fork is safe; each request gets a fresh copy of this process, and no
+# answer leaves anything behind for the next.
 
 
-# The child and its workers. Fork is safe here, where there are only pipes and idle threads, but two forks at once would
-# inherit each other's pipes, and the death of one worker would go unnoticed until the other dies too.
-_function: Callable[[dict], object]  # set before the workers are forked
-_forking = threading.Lock()
-
-
-class _Context(multiprocessing.context.ForkContext):
-    class Process(multiprocessing.context.ForkProcess):
-        def start(self) -> None:
-            with _forking:
-                super().start()
-
-
-def serve(function: str, workers: int, deadline_s: float, parent: int) -> None:
-    """The child of a Pool: answer requests on stdin until it ends, or until SIGTERM."""
-    global _function
+def serve(function: str, workers: int, parent: int) -> None:
+    """The child of a Pool: answer requests on stdin until it ends."""
     die_with_parent(parent)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # a stray print goes to stderr and not into the protocol
-    jobs: queue.Queue[dict] = queue.Queue()
+
+    def tell(**reply) -> None:
+        os.write(replies, json.dumps(reply).encode() + b"\n")
+
     try:
-        module = runpy.run_path(function.rpartition(":")[0], run_name="worker")
-        _function = module[function.rpartition(":")[2]]
-        module.get("before_fork", lambda: None)()
+        apply, names = load_function(function)
+        names.get("before_fork", lambda: None)()
         if heavy := {"torch", "transformers"} & set(sys.modules):  # a worker is a copy of this process
             raise ImportError(f"workers must not import {' or '.join(heavy)}")
-        for pool in [_pool(replies) for _ in range(workers)]:
-            threading.Thread(target=_slot, args=(pool, jobs, replies, deadline_s), daemon=True).start()
-        _reply(replies, None, {"ready": True})
-        for line in requests:
-            jobs.put(json.loads(line))
     except Exception as error:  # whatever a file raises when it is imported
-        _reply(replies, None, {"error": f"{type(error).__name__}: {error}"})
-    finally:
-        _forking.acquire()  # pebble would replace them
-        for worker in multiprocessing.active_children():
-            worker.kill()
-            worker.join()  # nobody is left behind, not even as a zombie
-        os._exit(0)  # without waiting for pebble's threads
-
-
-def _reply(replies: int, number: int | None, outcome: dict) -> None:
-    with _forking:  # not two at once
-        os.write(replies, json.dumps({"id": number, **outcome}).encode() + b"\n")
-
-
-def _pool(replies: int, old: ProcessPool | None = None) -> ProcessPool:
-    """A pebble pool of one worker, in the place of an old one. The thread that calls must live as long as the child."""
-    pool = ProcessPool(1, initializer=_enter, initargs=(os.getpid(), replies), context=_Context())
-    if pool.active and old is not None:  # asking starts the worker
-        old.stop()
-        old.join()
-    return pool
-
-
-def _slot(pool: ProcessPool, jobs: queue.Queue, replies: int, deadline_s: float) -> None:
+        return tell(error=f"{type(error).__name__}: {error}")
+    tell(ready=True)
+    me, waiting, running, rest = os.getpid(), collections.deque(), {}, b""  # running: its end of the pipe -> the job
     while True:
-        try:
-            job = jobs.get(timeout=0.1)
-        except queue.Empty:
-            pool = pool if pool.active else _pool(replies, pool)  # its worker died while idle
-            continue
-        outcome = {"error": "two workers did not even start on one request"}
-        for _ in range(2):
-            try:
-                future = pool.schedule(_work, args=(job["request"],), timeout=deadline_s)
-                outcome = json.loads(future.result(timeout=deadline_s + LOST_S))
-                break
-            except futures.TimeoutError:
-                if future.done():  # else the request was lost
-                    outcome = {"timeout": True}
-                    break
-            except (RuntimeError, ProcessExpired) as error:  # also BrokenProcessPool, for a death before the request
-                outcome = {"error": f"two workers died on one request (status {getattr(error, 'exitcode', 'unknown')})"}
-            pool = _pool(replies, pool)
-        _reply(replies, job["id"], outcome)
+        while waiting and len(running) < workers:
+            job, (ours, theirs) = waiting.popleft(), os.pipe()
+            job.pid, job.said, job.deadline = os.fork(), b"", time.monotonic() + job.deadline_s
+            if not job.pid:
+                _work(function, apply, job.request, theirs, me)
+            os.close(theirs)
+            running[ours] = job
+        patience = min((max(0.0, job.deadline - time.monotonic()) for job in running.values()), default=None)
+        ready = select.select([requests, *running], [], [], patience)[0]
+        if requests in ready:
+            if not (chunk := os.read(requests, 1 << 20)):
+                return
+            *lines, rest = (rest + chunk).split(b"\n")
+            waiting.extend(SimpleNamespace(**json.loads(line), tried=False) for line in lines)
+        for ours, job in list(running.items()):
+            chunk = os.read(ours, 1 << 16) if ours in ready else None
+            job.said += chunk or b""
+            whole, late = job.said.endswith(b"\n"), time.monotonic() > job.deadline
+            if not whole and not late and chunk != b"":
+                continue
+            del running[ours]
+            os.close(ours)
+            os.kill(job.pid, signal.SIGKILL)
+            status = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
+            if whole or late or job.tried:
+                died = {"timeout": True} if late else {"error": f"two workers died on one request (status {status})"}
+                tell(id=job.id, **(json.loads(job.said) if whole else died))
+            else:
+                job.tried = True
+                waiting.appendleft(job)
 
 
-def _enter(parent: int, replies: int) -> None:
-    die_with_parent(parent)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would have to wait for a long multiplication
-    os.close(replies)
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(hard, MEMORY), hard))
-
-
-def _work(request: dict) -> str:
+def _work(name: str, function: Callable, request: dict, reply: int, parent: int) -> None:
+    """A worker: one request, one line. It never returns."""
     try:
-        return json.dumps({"value": _function(request)})
+        die_with_parent(parent)
+        os.closerange(3, reply)
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(hard, MEMORY), hard))
+        value = function(**request)
+        value = asyncio.run(value) if asyncio.iscoroutine(value) else value
+        line = json.dumps({"value": value}, default=float)  # numpy's numbers
     except BaseException as error:  # also sys.exit
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
+        line = json.dumps({"error": f"{name}: {type(error).__name__}: {error}"[:1000]})
+    with os.fdopen(reply, "w") as pipe:
+        pipe.write(line + "\n")
+    os._exit(0)
+
+
+# -- A program that nobody trusts --------------------------------------------------------------------------------------
+
+PROGRAM_MEMORY = 1 << 30  # bytes: address space of each of its processes, and what all of them hold together
+PROGRAM_FILES = 32 << 20  # bytes of each file and in each of its two scratch folders, also of its output
+PROGRAM_PROCESSES = 32
+PROGRAM_TEXT = 120_000  # bytes of source, which travels on the command line
+
+# Runs inside, before and around the program. It binds itself, and says by its status what cannot be seen from outside:
+# 3, this is no program. A function is given the names that puzzle sites give.
+DRIVER = """
+def main():
+    import json, os, resource, sys, traceback, types
+    _, program, function, memory, files = sys.argv
+    for limit, most in (("AS", memory), ("FSIZE", files), ("CORE", 0)):
+        resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (int(most), int(most)))
+    sys.argv[:] = ["answer.py"]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    names, dumps, write = vars(module), json.dumps, os.write
+    if function:
+        arguments, result = json.load(sys.stdin), os.dup(1)
+        os.dup2(2, 1)  # what it prints is not its result
+        puzzles = "math", "itertools", "functools", "bisect", "heapq", "collections", "typing"
+        exec("".join(f"import {name}; from {name} import *;" for name in puzzles) + "from builtins import *", names)
+    try:
+        exec(program, names)
+        if function:
+            call = getattr(names["Solution"](), function) if "Solution" in names else names[function]
+            data = dumps(call(*arguments), default=lambda value: value.tolist()).encode()
+            while data:
+                data = data[write(result, data):]
+    except SystemExit:  # to leave is fine, whatever the status
+        pass
+    except SyntaxError:
+        traceback.print_exc()
+        sys.exit(3)
+main()
+"""
+
+
+class SandboxError(RuntimeError):
+    """No sandbox could be made, so nothing is known about the program."""
+
+
+@dataclass
+class Ran:
+    """What a program left. `outcome`: "" (it ended by itself, without an error), "syntax", "error", "timeout" or
+    "limit" (of memory, processes or output). `errors`: the end of its standard error."""
+
+    outcome: str
+    output: bytes = b""
+    errors: str = ""
+
+
+@functools.cache
+def _bubble() -> list[str]:
+    python = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
+    folders = ["/usr", "/bin", "/lib", "/lib64", *sorted(python)]
+    return ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--proc", "/proc",
+            "--dev", "/dev", "--size", str(PROGRAM_FILES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
+            "--size", str(PROGRAM_FILES), "--tmpfs", "/tmp", "--dir", "/tmp/scratch",
+            *(word for folder in folders for word in ("--ro-bind-try", folder, folder)),
+            "--remount-ro", "/", "--chdir", "/tmp/scratch"]  # fmt: skip
+
+
+@functools.cache
+def sandbox_fault() -> str:
+    """Why this machine cannot run programs in a sandbox, "" if it can."""
+    if not shutil.which("bwrap"):
+        return "bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
+    try:
+        return "" if run_program("print(6 * 7)", timeout_s=30).output == b"42\n" else "bubblewrap runs no Python here"
+    except SandboxError as error:
+        return str(error)
+
+
+def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s: float, output_bytes: int = 1 << 20,
+                unsafe: bool = False) -> Ran:  # fmt: skip
+    """Run a Python program on `stdin`. With `function` its file only defines it (or a method of its class `Solution`):
+    it is called with the arguments in `stdin`, a JSON list, and `output` is its result, as JSON. Blocks; the thread
+    that calls must live until it returns, or bubblewrap ends early. SandboxError where there is no sandbox."""
+    text = program.encode(errors="replace")
+    if len(text) > PROGRAM_TEXT or b"\0" in text:
+        return Ran("syntax", errors=f"a program may have {PROGRAM_TEXT} bytes, and no NUL")
+    command = [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", DRIVER, text, function,
+               str(PROGRAM_MEMORY), str(PROGRAM_FILES)]  # fmt: skip
+    environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    with contextlib.ExitStack() as stack:
+        given, output, errors, status = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
+        if unsafe:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        else:
+            command = [*_bubble(), "--json-status-fd", str(status.fileno()), "--", *command]
+        process = subprocess.Popen(command, stdin=given, stdout=output, stderr=errors, cwd=scratch if unsafe else "/",
+                                   env=environment | {"OPENBLAS_NUM_THREADS": "1", "HOME": "/tmp"},
+                                   pass_fds=() if unsafe else (status.fileno(),), start_new_session=True)
+        try:
+            outcome = _wait(process, time.monotonic() + timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # else its group is left; what is in bubblewrap dies with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for file in (output, errors, status):
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 2000) if file is errors else 0)
+            outcome = outcome or ("limit" if file is output and size > output_bytes else "")
+        said = errors.read().decode(errors="replace")
+        if not unsafe and not outcome and b"exit-code" not in status.read():
+            raise SandboxError(f"bubblewrap cannot make a sandbox here: {said.strip() or 'it was killed'}")
+        if not outcome and process.returncode:
+            outcome = "syntax" if process.returncode == 3 else "error"
+        return Ran(outcome, output.read(output_bytes), said)
+
+
+def _wait(process: subprocess.Popen, deadline: float) -> str:
+    looked = time.monotonic()
+    while process.poll() is None:
+        now = time.monotonic()
+        if now > deadline:
+            return "timeout"
+        if now - looked > 0.1:
+            looked, memory, family = now, 0, [process.pid]
+            for pid in family:  # which grows: a process and all that it started
+                with contextlib.suppress(OSError, IndexError):  # it has ended
+                    memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+                    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                        family += map(int, children.read_text().split())
+            if len(family) > PROGRAM_PROCESSES or memory > PROGRAM_MEMORY:
+                return "limit"
+        time.sleep(0.002)
+    return ""
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:

@@ -1,7 +1,5 @@
 """Everything that crosses ranks: tickets and the staleness-bounded queue one way, weights the other way.
 
-Three parts, top to bottom:
-
 1. `StalenessQueue`, the rule that bounds staleness: no store, no thread, no clock; job and simulation drive this class.
 2. `Channel`, `Dispatcher`: the control plane on the job's own key-value store (torch's TCPStore, the one torchrun
    already runs). Small JSON messages go through its queues, token arrays through one key per trajectory.
@@ -33,10 +31,13 @@ under way, so the trainer has its batch; the trainer waits for generators only b
     pytest tests/test_sync.py
 """
 
+import contextlib
 import json
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -215,9 +216,6 @@ class Channel:
     def next_ticket(self) -> int:
         return self.store.add(self.prefix + "ticket", 1) - 1
 
-    def first_ticket(self, ticket: int) -> None:
-        self.store.set(self.prefix + "ticket", str(ticket))
-
     def sweep(self, queues: Iterable[str]) -> None:
         """Delete what earlier attempts left."""
         for key in self.store.list_keys():
@@ -230,14 +228,31 @@ class Channel:
                     self.store.queue_pop(f"boba/{attempt}/{queue}", False)
 
 
+def die(role: str, rank: int, error: BaseException) -> None:
+    """Print the error, rank first, and end this process at once, whatever its threads wait for; torchrun then ends the
+    others. An error that only says that a peer is gone is held back for some seconds: the peer's own, or torchrun's
+    report of its signal, is the cause and comes first (and torchrun usually ends this rank before the time is up)."""
+    text = f"{type(error).__name__}: {error}"
+    what = text.partition("\n")[0]  # the log of a server that follows may say anything
+    gone = any(words in what for words in ("Connection closed", "Connection reset", "gloo"))
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and gone):
+        time.sleep(5)
+    try:
+        with contextlib.suppress(OSError):  # whoever read our output may be gone, too
+            sys.stdout.flush()
+        trace = "".join(traceback.format_exception(error))
+        print(f"[rank {rank}, {role}] {text}\n{trace}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
 class Dispatcher:
     """Trainer rank 0's side of the control plane: it alone publishes, so every generator sees one order of events.
 
     A thread receives what generators send, also while a step is being trained, so a rejection moves the admission
     limit at once. Notices to generators: {"do": "admit", "version", "rejected", "skip"} (one record: the two numbers
-    are never read apart), {"do": "update", "version"}, {"do": "evaluate", "ranks"}, {"do": "stop"}.
-    Messages from generators: "ready", "group", "paused", "loaded", "evaluated"; each may carry "events" (for the
-    trace) and "stats" (seconds spent, tokens made).
+    are never read apart), {"do": "update", "version"}, {"do": "evaluate", "ranks"}, {"do": "stop"}. Messages from them:
+    "ready", "group", "paused", "loaded", "evaluated", with "events" (for the trace) and "stats" (seconds, tokens).
     """
 
     def __init__(self, queue: StalenessQueue, generators: list[int], batch_timeout: float, update_timeout: float,
@@ -252,7 +267,7 @@ class Dispatcher:
         self.events: list[tuple[int, list]] = []  # (rank, its events)
         self.stats, self.heard = {rank: {} for rank in generators}, {rank: time.monotonic() for rank in generators}
         self.out = Channel()
-        self.out.first_ticket(queue.oldest)
+        self.out.store.set(self.out.prefix + "ticket", str(queue.oldest))
         self.fail = fail
         threading.Thread(target=self._receive, args=(Channel(),), daemon=True, name="inbox").start()
 
@@ -296,8 +311,7 @@ class Dispatcher:
                     raise RuntimeError(f"{wrong}checksum {reply['checksum']:016x}, sent {sent['checksum']:016x}")
                 continue
             if reply["changed"] != sent["changed"]:
-                raise RuntimeError(f"{wrong}its server's tensors changed: {reply['changed']}, the trainer's: "
-                                   f"{sent['changed']}")
+                raise RuntimeError(f"{wrong}tensors changed there: {reply['changed']}, here: {sent['changed']}")
             for other, theirs in replies.items():
                 if theirs["checksum"] != reply["checksum"]:
                     raise RuntimeError(f"{wrong}generator rank {other}'s server has other sums of its tensors")
@@ -317,8 +331,7 @@ class Dispatcher:
                     raise TimeoutError(
                         f"trainer rank 0 waited {self.batch_timeout:.0f} s for batch {self.queue.version}: "
                         f"{len(self.queue.ready)} of {self.queue.groups} groups are finished, ticket "
-                        f"{self.queue.oldest_unfinished()} is not; generator ranks were last heard of {silent} ago"
-                    )
+                        f"{self.queue.oldest_unfinished()} is not; generator ranks were last heard of {silent} ago")
             return batch, len(self.queue.ready)
 
     def gather(self, kind: str, version: int | None, timeout_s: float) -> dict[int, dict]:
@@ -326,9 +339,8 @@ class Dispatcher:
         deadline = time.monotonic() + timeout_s
         with self.changed:
             replies = self.replies.setdefault((kind, version), {})
-            while len(replies) < len(self.generators):
+            while missing := sorted(set(self.generators) - set(replies)):
                 if not self.changed.wait(deadline - time.monotonic()):
-                    missing = sorted(set(self.generators) - set(replies))
                     raise TimeoutError(f"trainer rank 0 waited {timeout_s:.0f} s for {kind!r} (version {version}) from "
                                        f"generator rank(s) {missing}")
             return self.replies.pop((kind, version))
@@ -418,8 +430,7 @@ def join_servers(store: dist.Store, invitations: dict[int, dict], timeout_s: flo
 
 
 def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of the tensor's bits, read as the widest integers that fit; wraps around, never rounds. It does not see the
-    order of words within a tensor, which names, shapes and one layout on both sides already fix."""
+    """Sum of the tensor's bits as the widest integers that fit, never rounded; blind to their order, which is fixed."""
     flat = tensor.detach().reshape(-1)
     aligned = flat.nbytes | (flat.storage_offset() * flat.itemsize)
     word = next(w for w in (torch.int64, torch.int32, torch.int16) if aligned % w.itemsize == 0)

@@ -19,31 +19,26 @@ tokenizer (an unknown word is an error, not <unk>, since silently reading it as 
 """
 
 import asyncio
-import dataclasses
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import random
-import threading
+import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
+import transformers
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-from rollout import SESSIONS_SINCE, Gate, Generation, SGLangEngine, check_request, check_settings, sglang_release
+from packing import Generation, check_request
+from rollout import Gate, SGLangEngine
 from sync import receive_weights
 
 LARGEST = 99  # every number from 0 to this one is one token, so a + b never exceeds it
@@ -59,7 +54,7 @@ SIGNS = ["+", "=", ":", ";", "\\boxed{", "}"]
 VOCABULARY = {word: i for i, word in enumerate(SPECIAL + SIGNS + [str(n) for n in range(LARGEST + 1)])}
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """One token a word, words separated by spaces; nothing is added when encoding.
 
     >>> build_tokenizer().decode(build_tokenizer()("\\\\boxed{ 12 }")["input_ids"])
@@ -67,37 +62,28 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """
     words = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))  # <unk> is no word: an unknown one raises
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
 
 
-def build_config() -> Qwen3Config:
-    return Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=len(VOCABULARY),
-        hidden_size=128,
-        intermediate_size=320,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        tie_word_embeddings=True,
-        initializer_range=0.12,  # the usual 0.02 is for wide models: from there counting needs several times the steps
-        pad_token_id=VOCABULARY["<pad>"],
-        bos_token_id=VOCABULARY["<bos>"],
+def build_config() -> transformers.Qwen3Config:
+    return transformers.Qwen3Config(
+        architectures=["Qwen3ForCausalLM"], vocab_size=len(VOCABULARY), hidden_size=128, intermediate_size=320,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+        max_position_embeddings=MAX_POSITIONS, rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        tie_word_embeddings=True, pad_token_id=VOCABULARY["<pad>"], bos_token_id=VOCABULARY["<bos>"],
         eos_token_id=VOCABULARY["<eos>"],
-    )
+        initializer_range=0.12,  # the usual 0.02 is for wide models: from there counting needs several times the steps
+    )  # fmt: skip
 
 
-def build_model(seed: int, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+def build_model(seed: int, dtype: torch.dtype = torch.float32) -> transformers.Qwen3ForCausalLM:
     """The untrained model. The same seed gives the same weights; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(build_config())
+        model = transformers.Qwen3ForCausalLM(build_config())
     return model.to(dtype)
 
 
@@ -167,6 +153,32 @@ def split_of(prompt: str) -> str:
 # -- Models by name, and the engine that this machine can run ----------------------------------------------------------
 
 SGLANG_TESTED = ((0, 5, 23),)  # releases that the tests ran
+SESSIONS_SINCE = (0, 5, 21)  # before, the cache cannot be flushed while cut answers wait: an update waits for them
+OURS = ("api-key", "base-gpu-id", "context-length", "data-parallel-size", "device", "dist-init-addr", "dp-size",
+        "dtype", "gpu-id-step", "host", "load-format", "model-path", "nccl-init-addr", "nccl-port", "nnodes",
+        "node-rank", "pipeline-parallel-size", "port", "pp-size", "schedule-low-priority-values-first",
+        "skip-tokenizer-init", "tensor-parallel-size", "tokenizer-worker-num", "tp-size")  # fmt: skip
+HARMFUL = ("dllm", "json-model", "kv-cache-d", "lora", "preferred-s", "quant", "sampling-d", "speculative")
+
+
+def sglang_release() -> tuple[int, ...]:
+    """(0, 5, 23) of the SGLang that is installed, () if none is. Nothing is imported: that would take seconds."""
+    try:
+        return tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version("sglang"))[:3])
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def check_settings(more: dict) -> dict:
+    """A user's own settings of the server, by the names of its command line. ValueError for those that are the job's,
+    and for what would make its log-probabilities another distribution's than the policy's."""
+    plain = {str(name).lstrip("-").replace("_", "-"): value for name, value in more.items()}
+    for name in plain:
+        if any(own.startswith(name) for own in OURS):  # its parser takes abbreviations as well
+            raise ValueError(f"engine_args may not set {name}: the job does, and needs it as it is")
+        if any(word in name for word in HARMFUL):
+            raise ValueError(f"engine_args may not set {name}: log-probabilities would not be the trained policy's")
+    return plain
 
 
 def choose_engine(engine: str, cuda: bool) -> tuple[str, str]:
@@ -209,6 +221,27 @@ def check_engine(cfg, world: int, cuda: bool) -> None:
         raise ValueError(f"generator_tp={tp}, {cfg.trainers} trainers, {local} ranks a host: a server would lie on two")
 
 
+SEGMENTS = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_", "nccl-", "cuda.shm.")  # of SGLang and its libraries
+
+
+def sweep_shared_memory(folder: str = "/dev/shm", prefixes: tuple = SEGMENTS) -> list[str]:
+    """Remove the segments that killed SGLang servers of this user left; returns their names. One is left alone as long
+    as a process has it mapped, or while it is younger than 10 seconds: its process may be about to map it. Containers
+    that share /dev/shm but not their processes must not run this."""
+    found = [entry for entry in os.scandir(folder) if entry.name.startswith(prefixes)] if os.path.isdir(folder) else []
+    mapped, removed = "", []
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            mapped += maps.read_text()
+    for entry in found:
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            status = entry.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > 10 and entry.path not in mapped:
+                os.unlink(entry.path)
+                removed.append(entry.name)
+    return removed
+
+
 def make_engine(cfg, me, tokenizer):  # of a generator rank
     seed = (cfg.seed * 1_000_003 + me.rank * 1009 + (int(me.checkpoint.name[5:]) if me.checkpoint else 0)) % 2**31
     cache_bytes, names = int(cfg.cache_gb * 2**30), ("temperature", "max_new_tokens", "max_prompt_tokens")
@@ -219,6 +252,7 @@ def make_engine(cfg, me, tokenizer):  # of a generator rank
         model = empty_model(cfg.model, me.dtype, cfg.seed).to(me.device)
         return TransformersEngine(model, tokenizer, **budget, batch_tokens=cfg.engine_batch or 96, seed=seed,
                                   cache_bytes=cache_bytes, timeout_s=cfg.update_timeout, receive=receive)  # fmt: skip
+    sweep_shared_memory()
     with torch.device("meta"):
         model = empty_model(cfg.model, me.dtype, cfg.seed)
     folder = me.folder / "servers" / f"rank-{me.rank}"
@@ -236,7 +270,8 @@ def make_engine(cfg, me, tokenizer):  # of a generator rank
         settings["base-gpu-id"] = me.device.index
     return SGLangEngine(
         list(model.named_parameters()), tokenizer, who=f"generator rank {me.rank}", folder=folder, settings=settings,
-        more=yaml.safe_load(cfg.engine_args or "{}"), vocabulary=config.vocab_size, **budget,
+        more=check_settings(yaml.safe_load(cfg.engine_args or "{}")), sessions=sglang_release() >= SESSIONS_SINCE,
+        vocabulary=config.vocab_size, **budget,
         startup_timeout=cfg.startup_timeout, update_timeout=cfg.update_timeout, health_timeout=cfg.engine_timeout,
     )  # fmt: skip
 
@@ -249,18 +284,29 @@ def cache_token_bytes(config, dtype: torch.dtype) -> int:
 
 
 def load_config(model: str):
-    return build_config() if model == "toy" else AutoConfig.from_pretrained(model)
+    return build_config() if model == "toy" else transformers.AutoConfig.from_pretrained(model)
 
 
 def load_tokenizer(model: str):
-    return build_tokenizer() if model == "toy" else AutoTokenizer.from_pretrained(model)
+    return build_tokenizer() if model == "toy" else transformers.AutoTokenizer.from_pretrained(model)
+
+
+def open_tokenizer(cfg):
+    """The tokenizer of `cfg.model`. OSError, ValueError if there is none or the settings do not go with the model."""
+    tokenizer, config = load_tokenizer(cfg.model), load_config(cfg.model).get_text_config()
+    longest, most = cfg.max_prompt_tokens + cfg.max_new_tokens, getattr(config, "max_position_embeddings", None)
+    if most and longest > most and cfg.objective == "rl":
+        raise ValueError(f"max_prompt_tokens + max_new_tokens = {longest}, but it was made for {most} positions")
+    if cfg.chat and not tokenizer.chat_template:
+        raise ValueError("chat=true, but its tokenizer has no chat template")
+    return tokenizer
 
 
 def empty_model(model: str, dtype: torch.dtype, seed: int):
     """The architecture alone: a generator's weights come as the first update, like any other."""
     if model == "toy":
         return build_model(seed, dtype)
-    return AutoModelForCausalLM.from_config(load_config(model), dtype=dtype)
+    return transformers.AutoModelForCausalLM.from_config(load_config(model), dtype=dtype)
 
 
 def stop_ids(model: str, tokenizer) -> list[int]:
@@ -268,7 +314,7 @@ def stop_ids(model: str, tokenizer) -> list[int]:
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if model != "toy":
         try:
-            more = GenerationConfig.from_pretrained(model).eos_token_id
+            more = transformers.GenerationConfig.from_pretrained(model).eos_token_id
         except OSError:  # the folder has no generation_config.json
             more = load_config(model).eos_token_id
         ids += more if isinstance(more, list) else [] if more is None else [more]
@@ -280,20 +326,12 @@ def stop_ids(model: str, tokenizer) -> list[int]:
 # -- The engine where SGLang does not run ------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Piece:
-    """One request to the continuous batching manager: all its tokens are of one version."""
-
-    future: asyncio.Future
-    latest: object = None  # the newest GenerationOutput that was streamed for it
-
-
 class TransformersEngine:
     """Samples with transformers' continuous batching (paged cache); runs on any machine.
 
-    The manager has a generation thread of its own. A second thread here, the pump, takes its streamed results; during
-    an update the pump holds the manager's pause, so that draining the results, loading the weights and cancelling the
-    interrupted requests all happen while the generation thread stands still.
+    The manager has a generation thread of its own, and calls back on the event loop with every token. During an update
+    one more thread holds the manager's pause (it belongs to the thread that took it), so that weights are loaded and
+    interrupted requests are cancelled while the generation thread stands still.
 
     Every update cancels every request and each is submitted again with what it has so far: the cache holds keys and
     values of the old weights. For the same reason prefix sharing is off (`allow_block_sharing=False`): shared blocks
@@ -321,11 +359,11 @@ class TransformersEngine:
             )
         # Everything but the temperature is off: the log-probability must be that of the policy that is trained.
         self.manager = model.init_continuous_batching(
-            generation_config=GenerationConfig(
+            generation_config=transformers.GenerationConfig(
                 do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
                 eos_token_id=sorted(self.stop_ids), pad_token_id=min(self.stop_ids),
             ),  # fmt: skip
-            continuous_batching_config=ContinuousBatchingConfig(
+            continuous_batching_config=transformers.ContinuousBatchingConfig(
                 page_size=page, num_blocks=int(blocks), max_batch_tokens=batch_tokens, allow_block_sharing=False,
                 return_logprobs=True, seed=seed,
             ),  # fmt: skip
@@ -333,21 +371,18 @@ class TransformersEngine:
         filters = {type(p).__name__ for p in self.manager.model._get_logits_processor(self.manager.generation_config)}
         if filters - {"TemperatureLogitsWarper"}:
             raise RuntimeError(f"sampling would be filtered by {filters}: log-probabilities would not be the policy's")
-        self._pieces: dict[str, _Piece] = {}
-        self._loop = asyncio.get_running_loop()
-        self._pause_asked: asyncio.Future | None = None
-        self._resume = threading.Event()
-        self._closing = False
+        self._pieces: dict[str, asyncio.Future] = {}  # requests under way: each ends, or is cut by an update
+        self._latest: dict[str, object] = {}  # the newest output that was streamed for each
+        self._holder, self._hold = ThreadPoolExecutor(1), contextlib.ExitStack()
         self._counter = 0
 
     async def start(self) -> None:
-        self._broken = self._loop.create_future()
         self.manager.start()
-        self._pump_thread = threading.Thread(target=self._pump, daemon=True, name="pump")
-        self._pump_thread.start()
 
     async def watch(self) -> None:
-        await asyncio.shield(self._broken)
+        while self.manager.is_running():
+            await asyncio.sleep(0.2)
+        raise RuntimeError(f"the generation thread stopped: {self.manager.background_thread_status.fatal_error}")
 
     # -- generation
 
@@ -378,70 +413,22 @@ class TransformersEngine:
         """(output, version, finished): decode until the answer ends or an update interrupts it."""
         self._counter += 1
         name, version = f"r{self._counter}", self.version
-        piece = self._pieces[name] = _Piece(self._loop.create_future())
+        self._pieces[name] = future = asyncio.get_running_loop().create_future()
+        self.manager.register_result_handler(name, self._note)
         if self.manager.add_request(token_ids, name, max_new_tokens=budget, streaming=True) is None:
-            raise RuntimeError("the generation thread is gone") from self._fatal()
-        finished = await piece.future
-        return piece.latest, version, finished
+            raise RuntimeError("the generation thread is gone") from self.manager.background_thread_status.fatal_error
+        finished = await future
+        return self._latest.pop(name, None), version, finished
 
-    def _fatal(self):
-        return self.manager.background_thread_status.fatal_error
-
-    # -- the pump thread
-
-    def _pump(self) -> None:
-        try:
-            while not self._closing:
-                if self._pause_asked is not None:
-                    self._hold()
-                output = self.manager.get_result(timeout=0.02)
-                if output is not None:
-                    self._note(output)
-                elif not self.manager.is_running() and not self._closing:
-                    raise RuntimeError(f"the generation thread stopped: {self._fatal()}")
-        except BaseException as error:
-            self._call(self._break, error)
-
-    def _call(self, fn, *args) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(fn, *args)
-
-    def _break(self, error: BaseException) -> None:
-        """The engine is broken: everybody who waits for it gets the error."""
-        futures = [self._broken, *(piece.future for piece in self._pieces.values())]
-        if self._pause_asked is not None:
-            futures.append(self._pause_asked)
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
-
-    def _note(self, output) -> None:
-        piece = self._pieces.get(output.request_id)
-        if piece is None:
+    def _note(self, output) -> None:  # on the event loop, for every token
+        name = output.request_id
+        if name not in self._pieces:
             return  # of a request that an update cancelled: its last step ran on the old cache
+        self._latest[name] = output
         if output.error is not None:
-            raise RuntimeError(f"continuous batching: {output.error}")
-        piece.latest = output
-        if output.is_finished():
-            del self._pieces[output.request_id]
-            self._call(_resolve, piece.future, True)
-
-    def _hold(self) -> None:
-        """Stand still from `pause` to `resume`. All results of the old weights are noted before anything is cut."""
-        with self.manager.pause():
-            while (output := self.manager.get_result(timeout=0)) is not None:
-                self._note(output)
-            self._call(_resolve, self._pause_asked, None)
-            self._pause_asked = None
-            self._resume.wait()
-            self._resume.clear()
-            # All of them, also those that were submitted meanwhile: `version` is new by now, and whoever submits from
-            # here on has read it; whoever read the old one is in the list and has not run yet.
-            interrupted, self._pieces = self._pieces, {}
-            for name, piece in interrupted.items():
-                self.manager.cancel_request(name)
-                self._call(_resolve, piece.future, False)
-            self._call(self.gate.open.set)
+            self._pieces.pop(name).set_exception(RuntimeError(f"continuous batching: {output.error}"))
+        elif output.is_finished():
+            self._pieces.pop(name).set_result(True)
 
     # -- updates
 
@@ -453,11 +440,13 @@ class TransformersEngine:
         complete."""
         if not interrupt:
             await self.gate.drain()
-        self._pause_asked = future = self._loop.create_future()
+        holding = asyncio.get_running_loop().run_in_executor(
+            self._holder, self._hold.enter_context, self.manager.pause())  # fmt: skip
         try:
-            await asyncio.wait_for(asyncio.shield(future), self.timeout_s)
+            await asyncio.wait_for(asyncio.shield(holding), self.timeout_s)
         except TimeoutError:
             raise TimeoutError(f"continuous batching did not pause within {self.timeout_s:.0f} s") from None
+        # All tokens of the old weights are noted: their callbacks were queued before the pause was.
 
     async def load(self, version: int) -> None:
         """Run `receive(named parameters)`, which fills them in place, while paused; it returns their checksum."""
@@ -467,7 +456,15 @@ class TransformersEngine:
 
     async def resume(self) -> None:
         """Go on; interrupted answers are submitted again under the weights that are loaded now."""
-        self._resume.set()
+        interrupted, self._pieces = self._pieces, {}
+        for name, future in interrupted.items():
+            self.manager.cancel_request(name)
+            self.manager.output_router.result_handlers.pop(name, None)
+            future.set_result(False)
+        await asyncio.get_running_loop().run_in_executor(self._holder, self._hold.close)
+        while self.manager.get_result(timeout=0) is not None:  # late tokens of requests that were cancelled
+            pass
+        self.gate.open.set()
 
     async def proof(self) -> dict:
         return {"checksum": self.checksum}
@@ -476,15 +473,10 @@ class TransformersEngine:
         return list(self.model.named_parameters())  # tied weights appear once
 
     async def close(self) -> None:
-        self._closing = True
-        self._resume.set()
-        self._pump_thread.join(5)
+        with contextlib.suppress(RuntimeError):  # it was closed before
+            self._holder.submit(self._hold.close)
+        self._holder.shutdown(wait=False)
         self.manager.stop(block=True, timeout=5, hard_stop=True)
-
-
-def _resolve(future: asyncio.Future, result) -> None:
-    if not future.done():
-        future.set_result(result)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,21 +34,19 @@ from transformers import AutoModelForCausalLM, GenerationConfig, HfArgumentParse
 import evaluate
 import ppo
 import toy
-from evaluate import Records, Refused, pass_at_1
-from packing import ALIGN, Trajectory, manifest, pack, plan_step
+from evaluate import Records, Refused
+from packing import ALIGN, Trajectory, manifest, pack, pass_at_1, plan_step
 from reward import Scorer
-from rollout import Generator
-from sandbox import die, die_with_parent
-from sync import FOREVER, Channel, Dispatcher, StalenessError, StalenessQueue, invite, join_servers, send_weights
+from rollout import Generator, choose_workflow
+from sandbox import die_with_parent, load_function
+from sync import FOREVER, Channel, Dispatcher, StalenessError, StalenessQueue, die, invite, join_servers, send_weights
 
 
 class Help(str):
     """A field's help: unit, meaning, off-value. It carries the bounds, and whether a resumed run may change the field,
     which is so where it alters neither what is trained nor on what."""
 
-    low: float | None = None
-    high: float | None = None
-    free: bool = False
+    low, high, free = None, None, False
 
 
 def _(default, text: str, low: float | None = None, high: float | None = None, free: bool = False):
@@ -64,16 +63,19 @@ class Config:
     run_name: str = _("", "folder under runs_dir; empty: named after the data, numbered if taken", free=True)
     runs_dir: str = _("runs", "parent folder of all runs", free=True)
     resume: bool = _(False, "continue the run from its newest checkpoint", free=True)
-    objective: str = _("rl", "rl, or sft: supervised on rows with prompt and answer, all ranks train")
+    objective: Literal["rl", "sft"] = _("rl", "rl, or sft: supervised on rows with prompt and answer, all ranks train")
     model: str = _("toy", "toy, or folder or hub name of a causal language model")
-    data: str = _("toy", "toy, or a JSONL file: prompt and solutions (or answer), query_id, task")
+    data: str = _("toy", "toy, or a JSONL file: prompt and solutions, answer or input_output; query_id, task")
     eval_data: str = _("", "JSONL file of held-out problems; empty: set apart from data by a hash")
     chat: bool = _(False, "render prompts with the tokenizer's chat template; false: verbatim")
     seed: int = _(1, "of data order, mini-batches, sampling, toy", 0)
     steps: int = _(40, "train steps (weight versions)", 1, free=True)
+    workflow: str = _("single_turn", "single_turn, multi_turn, or file.py:function of (problem, engine, score)")
+    turns: int = _(3, "answers in a trajectory of multi_turn", 1)
+    turn_discount: float = _(1.0, "factor of multi_turn's reward for every answer before the last; 1: none", 0, 1)
     # roles and engine
     trainers: int = _(0, "ranks that train, the others generate; 0: half of them", 0, free=True)
-    engine: str = _("auto", "sglang, transformers or auto: SGLang where it is installed and can run", free=True)
+    engine: Literal["auto", "sglang", "transformers"] = _("auto", "auto: SGLang where it can run", free=True)
     engine_args: str = _("", "more settings of the SGLang server as YAML, '{mem-fraction-static: 0.8}'", free=True)
     generator_tp: int = _(1, "neighbouring generator ranks whose GPUs share one SGLang server; 1: none", 1, free=True)
     interrupt: bool = _(True, "an update interrupts answers under way; false: it waits until they are done", free=True)
@@ -88,11 +90,12 @@ class Config:
     minibatches: int = _(4, "optimiser steps per train step", 1)
     microbatch_tokens: int = _(512, "tokens per forward and backward; at least the longest sequence", 2, free=True)
     max_prompt_tokens: int = _(32, "longer prompts are dropped and counted", 1)
-    max_new_tokens: int = _(160, "budget of an answer", 1)
+    max_new_tokens: int = _(160, "budget of an answer, in several turns of all of them and what is between", 1)
     temperature: float = _(1.0, "of sampling, and of the log-probabilities that are trained", 0.01)
     filter_lower: float = _(0.0, "groups with a lower pass rate are rejected; 0: off", 0, 1)
     filter_upper: float = _(1.0, "groups with a higher pass rate are rejected; 1: off", 0, 1)
     # reward and loss
+    reward: str = _("", "file.py:function of (row, response), a number; empty: the verifiers of reward.py")
     reward_bias: float = _(-0.5, "added to the verifier's 0 or 1, before scaling")
     reward_scaling: float = _(10.0, "so that right is +5 and wrong -5", 1e-6)
     reward_clip: float = _(20.0, "bound of the scaled reward", 1e-6)
@@ -117,16 +120,19 @@ class Config:
     eval_problems: int = _(200, "held-out problems for pass@1 before and after; 0: none", 0)
     eval_answers: int = _(4, "answers to each", 1)
     # device
-    device: str = _("auto", "auto, cpu or cuda", free=True)
-    dtype: str = _("auto", "of compute and generation; auto: bfloat16 on a GPU, float32 on a CPU")
-    attention: str = _("sdpa", "attn_implementation of transformers for the trainer", free=True)
+    device: Literal["auto", "cpu", "cuda"] = _("auto", "auto: a GPU if there is one", free=True)
+    dtype: Literal["auto", "float32", "bfloat16"] = _("auto", "of compute; auto: bfloat16 on a GPU, else float32")
+    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = _("sdpa", "of the trainer", free=True)
     bucket_mb: int = _(256, "MiB per broadcast of a weight update", 1, free=True)
     # checkpoints
     checkpoint_every: int = _(5, "train steps; 0: only the final model", 0, free=True)
     keep_checkpoints: int = _(2, "newest ones kept", 1, free=True)
     # scoring
     scorers: int = _(1, "worker processes per generator", 1, free=True)
-    score_timeout: float = _(10.0, "seconds per answer", 0.01, free=True)
+    score_timeout: float = _(10.0, "seconds per answer, programs aside", 0.01, free=True)
+    test_timeout: float = _(6.0, "seconds per test of a program", 0.01)
+    code_timeout: float = _(200.0, "seconds for all tests of a program", 0.01)
+    unsafe_code: bool = _(False, "run programs without a sandbox, as you", free=True)
     # deadlines, seconds
     startup_timeout: float = _(600.0, "for all ranks to join and all engines to be up", 1, free=True)
     batch_timeout: float = _(1800.0, "for a batch, a plan or a notice", 1, free=True)
@@ -172,11 +178,6 @@ def check(cfg: Config, world: int) -> Config:
         if not condition:
             raise Refused(sentence)
 
-    choices = {"objective": ("rl", "sft"), "engine": ("auto", "sglang", "transformers"),
-               "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16"),
-               "attention": ("sdpa", "eager", "flex_attention", "flash_attention_2")}  # fmt: skip
-    for name, allowed in choices.items():
-        need(getattr(cfg, name) in allowed, f"{name} must be one of {', '.join(allowed)}, not {getattr(cfg, name)!r}")
     need(cfg.device != "cuda" or torch.cuda.is_available(), "device is cuda, but torch sees no GPU here")
     rl = cfg.objective == "rl"
     if rl:
@@ -198,21 +199,20 @@ def check(cfg: Config, world: int) -> Config:
          f"max_new_tokens = {longest}: such a sequence could never be trained")  # fmt: skip
     need(cfg.minibatches <= cfg.groups * cfg.answers,
          f"{cfg.groups} x {cfg.answers} answers cannot be split into {cfg.minibatches} mini-batches")  # fmt: skip
-    try:
-        StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
-    except ValueError as error:
-        raise Refused(str(error)) from error
     need(cfg.decoupled or cfg.max_staleness == 0,
          f"decoupled=false with max_staleness={cfg.max_staleness} would clip around a policy that many versions "
          f"old; only max_staleness=0 may go without")  # fmt: skip
-    need((cfg.model == "toy") == (cfg.data == "toy"),
-         f"model={cfg.model} with data={cfg.data}: the toy model knows only the toy's words")  # fmt: skip
+    need(cfg.data != "toy" or cfg.model == "toy", f"the toy's problems are in words that {cfg.model} does not know")
+    need(cfg.data != "toy" or cfg.workflow != "multi_turn", "the toy has no second try; recipes/hints.py writes one")
     need(cfg.data != "toy" or not cfg.eval_data, "eval_data: the toy has held-out problems of its own")
     for path in (cfg.data, cfg.eval_data):
         need(path in ("", "toy") or Path(path).is_file(), f"data: there is no file {path}")
     if rl:
         try:
+            StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
             toy.check_engine(cfg, world, cfg.device != "cpu" and torch.cuda.is_available())
+            choose_workflow(cfg)
+            _ = cfg.reward and load_function(cfg.reward)
         except ValueError as error:
             raise Refused(str(error)) from error
         cfg.slots = cfg.slots or -(-cfg.groups * cfg.generator_tp // (world - cfg.trainers))
@@ -315,7 +315,7 @@ def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory
     records.open(cfg, me, {"examples": len(examples), "dropped (too long)": dropped, "data": fingerprint})
     policy = build_policy(cfg, me, "" if cfg.model == "toy" or me.checkpoint else cfg.model)
     optimizer = ppo.build_optimizer(cfg, policy, cfg.sft_lr)
-    evaluate.load_checkpoint(me, policy, optimizer)
+    ppo.load_state(me.checkpoint, me.trainer_group, policy, optimizer)
 
     def each(done: int, row: dict) -> None:
         records.supervised(row)
@@ -324,7 +324,7 @@ def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory
             evaluate.save_checkpoint(me, policy, optimizer, done, cfg, kept)
 
     ppo.supervised(policy, optimizer, examples, cfg, start=state["version"], each=each, rank=me.rank, **me.share())
-    evaluate.export(me.folder / "model", me.rank == 0, policy, tokenizer)
+    ppo.export(me.folder / "model", me.rank == 0, policy, tokenizer)
     records.finish_supervised()
 
 
@@ -364,12 +364,11 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
             optimizer = ppo.build_optimizer(cfg, policy, cfg.sft_lr)
             examples, _, _ = evaluate.demonstrations(cfg, tokenizer)
             ppo.supervised(policy, optimizer, examples, cfg, start=0, rank=me.rank, **me.share())
-            evaluate.export(warm, root, policy, tokenizer, keep=True)
+            ppo.export(warm, root, policy, tokenizer, keep=True)
     optimizer = ppo.build_optimizer(cfg, policy, cfg.lr)
-    evaluate.load_checkpoint(me, policy, optimizer)
+    ppo.load_state(me.checkpoint, me.trainer_group, policy, optimizer)
 
-    queue = StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
-    control = Channel()
+    queue, control = StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window), Channel()
     weights = [(name.removeprefix("lm."), p) for name, p in policy.named_parameters()]
     if root:
         if me.checkpoint:
@@ -448,13 +447,11 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
 
     if root:
         records.trained()
-    evaluate.export(me.folder / "model", root, policy, tokenizer)
+    ppo.export(me.folder / "model", root, policy, tokenizer)
     if root:
         after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
         dispatcher.stop()
         records.finish(after, cfg.max_staleness, me.engine, dispatcher)
-    if sglang and me.backend == "nccl":  # to take an NCCL group down needs all of it, and the servers are being killed
-        os._exit(0)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -469,13 +466,13 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = evaluate.open_tokenizer(cfg)
         if cfg.objective == "sft":
             examples = evaluate.demonstrations(cfg, tokenizer)  # before `join` makes a folder
-            train_supervised(cfg, join(cfg), tokenizer, *examples)
+            train_supervised(cfg, me := join(cfg), tokenizer, *examples)
         else:
             problems, test, fingerprint, dropped = evaluate.load_data(cfg, tokenizer)
             role = "trainer" if rank < cfg.trainers else "generator"
             # Workers start before the process group: they must inherit nothing of it.
             helper = role == "generator" and (rank - cfg.trainers) % cfg.generator_tp > 0
-            scorer = Scorer(cfg.scorers, cfg.score_timeout) if role == "generator" and not helper else None
+            scorer = Scorer(cfg) if role == "generator" and not helper else None
             me = join(cfg)
             if helper:  # its GPU is its neighbour's; whether all is well is for the others to see
                 Channel().pop(f"notices/{rank}", FOREVER, f"rank {rank} waited for the end")
@@ -486,7 +483,10 @@ def main(argv: list[str] | None = None) -> None:
                 probe = [token for problem in problems[:8] for token in problem.prompt_ids] * 2  # two at least
                 train(cfg, me, tokenizer, bool(test), fingerprint, {**sizes, "data": fingerprint},
                       probe[: min(64, cfg.max_prompt_tokens + cfg.max_new_tokens)])  # fmt: skip
-        dist.destroy_process_group()
+        if me.engine != "sglang" or me.backend != "nccl":  # whose end takes all of the group, and servers are killed
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # a thread that still waits in the store would abort the interpreter's own end
     except Refused as error:
         if rank:
             time.sleep(10)  # rank 0 says it first, and torchrun then ends this rank; else this one has to say it

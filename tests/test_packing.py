@@ -64,7 +64,7 @@ def test_append_grows_all_arrays_together_and_the_header_counts_versions():
     assert [getattr(one, name).dtype for name in packing.ARRAYS] == [np.int32, np.float32, np.int32, np.bool_]
     head = one.header()
     assert head == {"ticket": 7, "index": 2, "length": 9, "loss_tokens": 4, "spans": [[3, 2], [4, 2]],
-                    "head_version": 3, "tail_version": 4, "reward": -5.0, "finish_reason": "stop",
+                    "head_version": 3, "tail_version": 4, "reward": -5.0, "score": -5.0, "finish_reason": "stop",
                     "bytes": len(multi_turn().to_bytes())}
     assert json.loads(json.dumps(head, allow_nan=False)) == head
     fresh = Trajectory(0, 0).header()
@@ -359,15 +359,15 @@ def test_supervised_batches_fill_their_budget_and_visit_every_example_once_an_ep
 
 
 def test_the_statistics_of_a_batch_count_tokens_where_they_say_so():
-    def one(index, versions, reward, finish="stop"):
-        made = Trajectory(0, index, reward=reward, finish_reason=finish)
+    def one(index, versions, reward, finish="stop", **more):
+        made = Trajectory(0, index, reward=reward, finish_reason=finish, **more)
         made.append([1, 2])
         made.append([3] * len(versions), [-1.0] * len(versions), versions)
         return made.header()
 
     groups = [
         {"trajectories": [one(0, [2, 2, 3], 1.0), one(1, [3], 0.0, "length")], "verdicts": {"right": 1}},
-        {"trajectories": [one(0, [4, 4], 1.0), one(1, [3, 4], 1.0)], "verdicts": {"right": 2}},
+        {"trajectories": [one(0, [4, 4], 0.4, score=1.0), one(1, [3, 4], 0.4, score=1.0)], "verdicts": {"right": 2}},
     ]
     stats = batch_stats(groups, version=4)
     assert stats["staleness_histogram"] == {"0": 3, "1": 3, "2": 2} and stats["staleness_max"] == 2
@@ -375,6 +375,7 @@ def test_the_statistics_of_a_batch_count_tokens_where_they_say_so():
     assert stats["head_staleness"] == pytest.approx((2 + 1 + 0 + 1) / 4)
     assert stats["tail_staleness"] == pytest.approx((1 + 1 + 0 + 0) / 4)
     assert (stats["answers"], stats["tokens"], stats["loss_tokens"]) == (4, 16, 8)
+    assert stats["reward"] == pytest.approx(0.45)  # discounted, where the pass rate is not
     assert stats["pass_rate"] == 0.75 and stats["zero_variance_fraction"] == 0.5
     assert stats["truncated_fraction"] == 0.25 and stats["length_mean"] == 2 and stats["length_max"] == 3
     assert stats["verdicts"] == {"right": 3}

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from conftest import ROOT, soon
 
 import sandbox
-from sandbox import Server, clean_environment, die, free_ports, sweep_shared_memory
-from sync import StalenessError
+from sandbox import Server, clean_environment, free_ports
+from sync import StalenessError, die
+from toy import sweep_shared_memory
 
 
 def test_a_child_does_not_take_itself_for_a_rank(monkeypatch):

@@ -32,6 +32,7 @@ from test_rollout import update as transformers_update
 
 import rollout
 import sync
+import toy
 from packing import manifest
 from rollout import SGLangEngine
 
@@ -524,7 +525,7 @@ def test_no_server_outlives_a_killed_rank_and_its_segments_are_swept(job, warm_r
     nothing_is_left(one)
     for name in left & segments():
         os.utime(f"/dev/shm/{name}", (1, 1))  # older than the 10 s of grace
-    rollout.sweep_shared_memory()  # what every start of a server begins with
+    toy.sweep_shared_memory()  # what every start of a server begins with
     assert not left & segments()
 
 

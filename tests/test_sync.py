@@ -28,10 +28,8 @@ from conftest import soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sandbox
 import sync
 from packing import bucket_numel, buckets, check_manifest, manifest
-from sandbox import die
 from sync import (
     PART_BYTES,
     Channel,
@@ -576,8 +574,8 @@ def test_a_value_of_another_size_than_announced_is_refused(store):
 
 
 def test_tickets_are_given_out_once_each(store):
-    Channel(30).first_ticket(17)
     shared, taken = Channel(30), queues.SimpleQueue()
+    shared.store.set(shared.prefix + "ticket", "17")
 
     def draw(channel):
         for _ in range(100):
@@ -595,7 +593,7 @@ def test_sweep_removes_what_older_attempts_left_and_nothing_else(store, monkeypa
     for attempt in range(4):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         channel = Channel(30)
-        channel.first_ticket(attempt)
+        channel.store.set(channel.prefix + "ticket", str(attempt))
         channel.put("trajectory/1/0", b"abc")
         for name in ("inbox", "notices/1", "notices/1"):
             channel.push(name, {"attempt": attempt})
@@ -804,7 +802,7 @@ SERVED = {"changed": True, "checksum": "a", "probe": [-1.0, -2.0, -3.0]}  # what
 @pytest.mark.parametrize("sent_first", [True, False])
 @pytest.mark.parametrize("reply, dtype, want", [
     ({}, "float32", None),
-    ({"changed": False}, "float32", "rank 2 .* server's tensors changed: False, the trainer's: True"),
+    ({"changed": False}, "float32", "rank 2 .* tensors changed there: False, here: True"),
     ({"checksum": "b"}, "float32", "rank [12] .* generator rank [12]'s server has other sums of its tensors"),
     ({"probe": [-1.0, -2.002, -3.0]}, "float32", None),  # 7e-4 nats a token: rounding
     ({"probe": [-1.0, -2.004, -3.0]}, "float32", "rank 2 .* disagree by 0.0013 nats a token about the probe"),
@@ -838,7 +836,7 @@ def test_a_server_may_not_change_where_the_trainer_did_not(store, changed):
         desk.dispatcher.sent(version, checksum, SERVED["probe"])
         desk.say("loaded", version=version, **SERVED | {"changed": version < 2 or changed})
     if changed:
-        assert "server's tensors changed: True, the trainer's: False" in str(desk.failure())
+        assert "tensors changed there: True, here: False" in str(desk.failure())
     else:
         desk.settle()
 
@@ -1277,8 +1275,8 @@ def interrupted(rank, how):
         send_weights(named, group, dtype=torch.float32, device=CPU, bucket_bytes=1 << 22, root=True)
     except Exception as error:
         seconds, held = time.monotonic() - begin, []
-        with mock.patch.object(sandbox.time, "sleep", held.append), mock.patch.object(sandbox.os, "_exit"):
-            die("trainer", 0, error)
+        with mock.patch.object(sync.time, "sleep", held.append), mock.patch.object(sync.os, "_exit"):
+            sync.die("trainer", 0, error)
         return seconds, f"{type(error).__name__}: {error}", sum(held)
     return None
 
