@@ -1,12 +1,12 @@
 """Work that may hang, die or do harm, in processes that can be killed: a pool of workers, servers, foreign programs.
 
 `Pool` runs one function, named "file.py:name", on requests that may never end. Who asks holds sockets, GPU state and
-threads and must neither fork nor be imported again. So a pool is one child process, which forks a worker a request:
+threads and must neither fork nor be imported again. So a pool is one child process, which forks the workers:
 
     who        waits for                             and if it never comes
     call()     its reply, as a JSON line             PoolError, after two deadlines and 30 s without any news
     child      requests on stdin, workers' replies   it kills a late worker, and ends with stdin and with its parent
-    worker     its function                          it is killed at its deadline, and dies with the child
+    worker     a request, then its function          it is killed at a request's deadline, and dies with the child
 
 A request whose worker died by itself is tried once more; a second death, or an error of the function, breaks the whole
 pool: it must stop a run and never look like a result. Workers run code that is trusted but may take for ever.
@@ -17,10 +17,9 @@ that is killed; who asks it for something has a deadline of its own.
 `run_program` is for code that nobody trusts (what a model wrote). It runs in bubblewrap: no network, no other process
 in sight, of the file system only the system's and Python's own folders, read-only, and an empty scratch folder in
 memory; all gone with its first process; time, memory, output, files and processes are bounded; only data comes back.
-Not covered: holes of the kernel (do not run as root, use a virtual machine for more), the load on the machine within
-the bounds, what there is to read in /usr. It needs Linux with user namespaces (on Ubuntu `sysctl
-kernel.apparmor_restrict_unprivileged_userns=0`) and bubblewrap 0.8: `apt install bubblewrap`. With `unsafe=True`
-programs are processes like any other of yours, with your files and your network.
+Not covered: holes of the kernel (do not run as root, use a virtual machine for more), load within the bounds, what one
+can read in /usr. It needs Linux with user namespaces (Ubuntu: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`)
+and bubblewrap 0.8: `apt install bubblewrap`. With `unsafe=True` programs run as you, with your files and network.
 """
 
 import asyncio
@@ -74,7 +73,7 @@ def load_function(spec: str) -> tuple[Callable, dict]:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment without what the launcher told it: a child would take itself for a rank."""
+    """This process's environment without what the launcher told it, or a child would take itself for a rank."""
     return {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)} | more
 
 
@@ -83,11 +82,10 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 class Server:
     """A process that answers HTTP on the loopback, in a session of its own with all that it starts; its output is
-    appended to `log`. `health`: a path that answers 200 if it works. aiohttp comes with SGLang, so it is imported late.
-    """
+    appended to `log`. `health`: a path that answers 200 if it works."""
 
     def __init__(self, name: str, log: Path, health: str, headers: dict[str, str]):
-        import aiohttp
+        import aiohttp  # comes with SGLang
 
         self.name, self.log, self.health, self.process, self.url = name, log, health, None, ""
         self._timeout, self._errors = aiohttp.ClientTimeout, (aiohttp.ClientError, TimeoutError)
@@ -135,9 +133,8 @@ class Server:
             return False
 
     async def watch(self, every_s: float, timeout_s: float, excused: Callable[[], tuple]) -> None:
-        """Raises at once when the process has ended, and when it was not healthy for `timeout_s` seconds. It is asked
-        every `every_s` seconds, but not while `excused()[0]` is true; if `excused()` is another afterwards, the answer
-        does not count."""
+        """Raises at once when the process has ended, and when it was not healthy for `timeout_s` seconds, asked every
+        `every_s` seconds: but not while `excused()[0]` is true, nor if `excused()` is another afterwards."""
 
         async def ask() -> None:
             while True:
@@ -156,8 +153,7 @@ class Server:
             asking.cancel()
 
     async def post(self, path: str, body: dict, timeout_s: float | None = None) -> dict:
-        """The reply to a POST of JSON. Raises, with this server's name, if it refuses, is gone, or takes longer than
-        `timeout_s`."""
+        """The reply to a POST of JSON. Raises, with this server's name, if it refuses, is gone, or takes too long."""
         try:
             async with self._http.post(self.url + path, json=body, timeout=self._timeout(timeout_s)) as reply:
                 status, text = reply.status, await reply.text()
@@ -183,9 +179,7 @@ class Server:
         return RuntimeError(f"{self.name} (process {self.process.pid}) {what}; the end of {self.log}:\n{tail}")
 
     def _said(self) -> str:
-        with open(self.log, "rb") as file:
-            file.seek(self._said_from)
-            return file.read().decode(errors="replace")
+        return self.log.read_bytes()[self._said_from :].decode(errors="replace")
 
     async def close(self) -> None:
         await self._http.close()
@@ -193,17 +187,16 @@ class Server:
 
     def kill(self) -> None:
         """End it and all it started: it has nothing to save. May be called any number of times."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, AttributeError):  # it has ended, or was never started
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(10)
 
 
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback that nobody has bound. One may be lost before it is bound for good; then try again."""
     with contextlib.ExitStack() as stack:  # held together, so they differ
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in held]
 
 
 # -- A pool ------------------------------------------------------------------------------------------------------------
@@ -221,15 +214,13 @@ class Pool:
     def __init__(self, function: str, workers: int, deadline_s: float):
         assert workers >= 1 and deadline_s > 0, f"a pool needs workers and a deadline, not {workers} and {deadline_s} s"
         assert threading.current_thread() is threading.main_thread(), "a pool would die with the thread that made it"
-        self._broken = ""
+        self._broken, self._last_news = "", time.monotonic()
         self.deadline_s, self.grace_s = deadline_s, GRACE_S
-        self._last_news = time.monotonic()
         self._lock, self._writing = threading.Lock(), threading.Lock()  # the first for _broken and _pending together
         self._pending: dict[int, futures.Future] = {}
-        options, pipe = json.dumps([function, workers, os.getpid()]), subprocess.PIPE
-        command = [sys.executable, os.path.abspath(__file__), "serve", options]
+        command = [sys.executable, os.path.abspath(__file__), "serve", json.dumps([function, workers, os.getpid()])]
         # A session of its own, because Ctrl-C is for the job, which then closes or leaves its pool.
-        self._child = subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe,
+        self._child = subprocess.Popen(command, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                        start_new_session=True)
         hello = select.select([self._child.stdout], [], [], GRACE_S)[0] and self._child.stdout.readline()
         hello = json.loads(hello or '{"error": "it ended, or was not ready in time"}')
@@ -249,7 +240,7 @@ class Pool:
                 raise PoolError(f"the pool is broken: {self._broken}")
             self._pending[id(future)] = future
         message = {"id": id(future), "request": request, "deadline_s": deadline_s}
-        await asyncio.to_thread(self._write, json.dumps(message).encode() + b"\n")
+        asyncio.get_running_loop().run_in_executor(None, self._write, json.dumps(message).encode() + b"\n")
         answer = asyncio.wrap_future(future)
         while not (await asyncio.wait({answer}, timeout=silence_s))[0]:
             if time.monotonic() - self._last_news > silence_s:
@@ -286,11 +277,10 @@ class Pool:
         self._break(f"its process ended with status {self._child.wait()}")
 
 
-# The child. It has one thread and only pipes, so a fork is safe; each request gets a fresh copy of this process, and no
-# answer leaves anything behind for the next.
+# The child. It has one thread, so a fork is safe; a worker that ends, idle or busy, is replaced at once.
 
 
-def serve(function: str, workers: int, parent: int) -> None:
+def serve(function: str, count: int, parent: int) -> None:
     """The child of a Pool: answer requests on stdin until it ends."""
     die_with_parent(parent)
     requests, replies = os.dup(0), os.dup(1)
@@ -307,55 +297,71 @@ def serve(function: str, workers: int, parent: int) -> None:
             raise ImportError(f"workers must not import {' or '.join(heavy)}")
     except Exception as error:  # whatever a file raises when it is imported
         return tell(error=f"{type(error).__name__}: {error}")
+    me, waiting, workers, rest = os.getpid(), collections.deque(), {}, b""  # workers: our socket -> who is behind it
+
+    def hire() -> None:
+        ours, theirs = socket.socketpair()
+        if not (pid := os.fork()):
+            _work(function, apply, theirs, me)
+        theirs.close()
+        workers[ours] = SimpleNamespace(pid=pid, job=None, said=b"", deadline=0.0)
+
+    [hire() for _ in range(count)]
     tell(ready=True)
-    me, waiting, running, rest = os.getpid(), collections.deque(), {}, b""  # running: its end of the pipe -> the job
     while True:
-        while waiting and len(running) < workers:
-            job, (ours, theirs) = waiting.popleft(), os.pipe()
-            job.pid, job.said, job.deadline = os.fork(), b"", time.monotonic() + job.deadline_s
-            if not job.pid:
-                _work(function, apply, job.request, theirs, me)
-            os.close(theirs)
-            running[ours] = job
-        patience = min((max(0.0, job.deadline - time.monotonic()) for job in running.values()), default=None)
-        ready = select.select([requests, *running], [], [], patience)[0]
+        for ours, worker in workers.items():
+            if waiting and not worker.job:
+                worker.job = waiting.popleft()
+                worker.deadline = time.monotonic() + worker.job["deadline_s"]
+                with contextlib.suppress(OSError):  # it died just now, which is noticed below
+                    ours.sendall(json.dumps(worker.job["request"]).encode() + b"\n")
+        patience = min((w.deadline - time.monotonic() for w in workers.values() if w.job), default=None)
+        ready = select.select([requests, *workers], [], [], patience and max(0.0, patience))[0]
         if requests in ready:
             if not (chunk := os.read(requests, 1 << 20)):
                 return
             *lines, rest = (rest + chunk).split(b"\n")
-            waiting.extend(SimpleNamespace(**json.loads(line), tried=False) for line in lines)
-        for ours, job in list(running.items()):
-            chunk = os.read(ours, 1 << 16) if ours in ready else None
-            job.said += chunk or b""
-            whole, late = job.said.endswith(b"\n"), time.monotonic() > job.deadline
-            if not whole and not late and chunk != b"":
-                continue
-            del running[ours]
-            os.close(ours)
-            os.kill(job.pid, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
-            if whole or late or job.tried:
-                died = {"timeout": True} if late else {"error": f"two workers died on one request (status {status})"}
-                tell(id=job.id, **(json.loads(job.said) if whole else died))
-            else:
-                job.tried = True
-                waiting.appendleft(job)
+            waiting.extend(map(json.loads, lines))
+        for ours, worker in list(workers.items()):
+            chunk = b"" if ours in ready else None
+            with contextlib.suppress(OSError):  # it died with a request unread
+                chunk = ours.recv(1 << 16) if ours in ready else None
+            worker.said += chunk or b""
+            job, whole, late = worker.job, worker.said.endswith(b"\n"), time.monotonic() > worker.deadline
+            if whole:
+                tell(id=job["id"], **json.loads(worker.said))
+                worker.job, worker.said = None, b""
+            elif chunk == b"" or (job and late):
+                del workers[ours]
+                ours.close()
+                os.kill(worker.pid, signal.SIGKILL)
+                status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+                hire()
+                if job and late:
+                    tell(id=job["id"], timeout=True)
+                elif job and "tried" in job:
+                    tell(id=job["id"], error=f"two workers died on one request (status {status})")
+                elif job:
+                    waiting.appendleft(job | {"tried": True})
 
 
-def _work(name: str, function: Callable, request: dict, reply: int, parent: int) -> None:
-    """A worker: one request, one line. It never returns."""
-    try:
-        die_with_parent(parent)
-        os.closerange(3, reply)
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(hard, MEMORY), hard))
-        value = function(**request)
-        value = asyncio.run(value) if asyncio.iscoroutine(value) else value
-        line = json.dumps({"value": value}, default=float)  # numpy's numbers
-    except BaseException as error:  # also sys.exit
-        line = json.dumps({"error": f"{name}: {type(error).__name__}: {error}"[:1000]})
-    with os.fdopen(reply, "w") as pipe:
-        pipe.write(line + "\n")
+def _work(name: str, function: Callable, pipe: socket.socket, parent: int) -> None:
+    """A worker: a reply a request, a line each. It never returns."""
+    die_with_parent(parent)
+    os.closerange(3, pipe.fileno())
+    os.closerange(pipe.fileno() + 1, 1 << 12)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(hard, MEMORY), hard))
+    with pipe.makefile("rw") as lines:
+        for line in lines:
+            try:
+                value = function(**json.loads(line))
+                value = asyncio.run(value) if asyncio.iscoroutine(value) else value
+                reply = json.dumps({"value": value}, default=float)  # numpy's numbers
+            except BaseException as error:  # also sys.exit
+                reply = json.dumps({"error": f"{name}: {type(error).__name__}: {error}"[:1000]})
+            lines.write(reply + "\n")
+            lines.flush()
     os._exit(0)
 
 
@@ -366,8 +372,7 @@ PROGRAM_FILES = 32 << 20  # bytes of each file and in each of its two scratch fo
 PROGRAM_PROCESSES = 32
 PROGRAM_TEXT = 120_000  # bytes of source, which travels on the command line
 
-# Runs inside, before and around the program. It binds itself, and says by its status what cannot be seen from outside:
-# 3, this is no program. A function is given the names that puzzle sites give.
+# Runs inside. It binds itself; its status 3 says that this is no program. A function is given what puzzle sites give.
 DRIVER = """
 def main():
     import json, os, resource, sys, traceback, types
@@ -404,12 +409,9 @@ class SandboxError(RuntimeError):
 
 @dataclass
 class Ran:
-    """What a program left. `outcome`: "" (it ended by itself, without an error), "syntax", "error", "timeout" or
-    "limit" (of memory, processes or output). `errors`: the end of its standard error."""
-
-    outcome: str
+    outcome: str  # "" (it ended by itself, without an error), syntax, error, timeout, limit (memory, processes, output)
     output: bytes = b""
-    errors: str = ""
+    errors: str = ""  # the end of its standard error
 
 
 @functools.cache
@@ -436,15 +438,15 @@ def sandbox_fault() -> str:
 
 def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s: float, output_bytes: int = 1 << 20,
                 unsafe: bool = False) -> Ran:  # fmt: skip
-    """Run a Python program on `stdin`. With `function` its file only defines it (or a method of its class `Solution`):
-    it is called with the arguments in `stdin`, a JSON list, and `output` is its result, as JSON. Blocks; the thread
-    that calls must live until it returns, or bubblewrap ends early. SandboxError where there is no sandbox."""
+    """Run a Python program on `stdin`. With `function` it only defines that, or a method of a class `Solution`: it is
+    called with the arguments in `stdin`, a JSON list, and `output` is its result as JSON. Blocks; the thread that calls
+    must live until it returns, or bubblewrap ends early. SandboxError where there is no sandbox."""
     text = program.encode(errors="replace")
     if len(text) > PROGRAM_TEXT or b"\0" in text:
         return Ran("syntax", errors=f"a program may have {PROGRAM_TEXT} bytes, and no NUL")
     command = [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", DRIVER, text, function,
                str(PROGRAM_MEMORY), str(PROGRAM_FILES)]  # fmt: skip
-    environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    environment = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH")}
     with contextlib.ExitStack() as stack:
         given, output, errors, status = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         given.write(stdin.encode(errors="replace"))
@@ -462,16 +464,14 @@ def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s:
             with contextlib.suppress(ProcessLookupError):  # else its group is left; what is in bubblewrap dies with it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for file in (output, errors, status):
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 2000) if file is errors else 0)
-            outcome = outcome or ("limit" if file is output and size > output_bytes else "")
-        said = errors.read().decode(errors="replace")
+        if output.seek(0, os.SEEK_END) > output_bytes:
+            outcome = outcome or "limit"
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
+        _, _, said = output.seek(0), status.seek(0), errors.read().decode(errors="replace")
         if not unsafe and not outcome and b"exit-code" not in status.read():
             raise SandboxError(f"bubblewrap cannot make a sandbox here: {said.strip() or 'it was killed'}")
-        if not outcome and process.returncode:
-            outcome = "syntax" if process.returncode == 3 else "error"
-        return Ran(outcome, output.read(output_bytes), said)
+        ended = {0: "", 3: "syntax"}.get(process.returncode, "error")
+        return Ran(outcome or ended, output.read(output_bytes), said)
 
 
 def _wait(process: subprocess.Popen, deadline: float) -> str:
@@ -485,8 +485,8 @@ def _wait(process: subprocess.Popen, deadline: float) -> str:
             for pid in family:  # which grows: a process and all that it started
                 with contextlib.suppress(OSError, IndexError):  # it has ended
                     memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-                    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                        family += map(int, children.read_text().split())
+                    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+                    family += map(int, " ".join(children).split())
             if len(family) > PROGRAM_PROCESSES or memory > PROGRAM_MEMORY:
                 return "limit"
         time.sleep(0.002)

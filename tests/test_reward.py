@@ -162,32 +162,33 @@ def on_pool(*args):
 
 def test_fifty_timeouts_leave_no_zombie_and_lose_no_worker(work):
     @on_pool(work, 4, 0.05)
-    async def _(pool):
+    async def after(pool):
+        before = children(pool._child.pid)
         replies = await asyncio.gather(*(pool.call({"do": "spin"}) for _ in range(50)))
-        assert replies == [{"timeout": True}] * 50 and not children(pool._child.pid)
+        assert replies == [{"timeout": True}] * 50 and len(before) == 4
+        after = children(pool._child.pid)
+        assert len(after) == 4 and all(map(alive, after)) and not after & before
         assert all(map(alive, children(os.getpid())))
-        begin = time.monotonic()
-        assert await asyncio.gather(*(pool.call({"do": "sleep"}, 5.0) for _ in range(4))) == [{"value": "sleep"}] * 4
-        assert time.monotonic() - begin < 2.5  # all four at once
+        assert await pool.call({"do": "x"}, 5.0) == {"value": "x"}
+        return after
+
+    until(lambda: not any(map(alive, after)), 1)
 
 
-def test_a_killed_worker_is_replaced_at_once_and_its_answer_tried_again(work):
+def test_a_killed_worker_is_replaced_at_once_idle_or_busy(work):
     @on_pool(work, 2, 5.0)
     async def _(pool):
+        (first, *_) = children(pool._child.pid)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: len(children(pool._child.pid) - {first}) == 2, 0.5)
         answer = asyncio.create_task(pool.call({"do": "sleep"}))
         await asyncio.sleep(0.3)
-        (first,) = children(pool._child.pid)
-        os.kill(first, signal.SIGKILL)
-        until(lambda: children(pool._child.pid) - {first}, 0.5)
-        assert await answer == {"value": "sleep"} and not children(pool._child.pid)
-
-
-def test_an_answer_leaves_nothing_behind_for_the_next(tmp_path):
-    (tmp_path / "sticky.py").write_text("seen = []\ndef f(x): seen.append(x); return seen\n")
-
-    @on_pool(f"{tmp_path}/sticky.py:f", 1, 5.0)
-    async def _(pool):
-        assert [await pool.call({"x": x}) for x in (1, 2)] == [{"value": [1]}, {"value": [2]}]
+        killed = children(pool._child.pid)
+        for pid in killed:  # one of them holds the answer
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len(children(pool._child.pid) - killed) == 2, 0.5)
+        assert await answer == {"value": "sleep"}  # tried once more
+        assert all(map(alive, children(pool._child.pid)))
 
 
 def test_eight_slow_answers_on_four_workers_and_an_event_loop_that_does_not_notice(work):
@@ -229,7 +230,6 @@ def test_dead_or_silent_child_is_an_error_now_and_later(work, stop, cause):
                    for _ in range(3)]  # fmt: skip
         await asyncio.sleep(0.05)
         workers = children(pool._child.pid)
-        assert len(workers) == 2
         os.kill(pool._child.pid, stop)
         for call in (*answers, pool.call({"do": "x"})):
             with pytest.raises(PoolError, match=cause):
@@ -243,8 +243,9 @@ def test_everything_dies_with_a_killed_parent(work):
     command = [sys.executable, "-c", program + "asyncio.run(pool.call({'do': 'spin'}))"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as parent:
         child = int(parent.stdout.readline())
-        until(lambda: children(child), 5)
         workers = children(child)
+        assert len(workers) == 2
+        time.sleep(0.2)
         parent.kill()
     until(lambda: not any(map(alive, (child, *workers))), 2)
 
@@ -284,7 +285,6 @@ def test_close_ends_everything_and_may_be_repeated(work):
         answer = asyncio.create_task(pool.call({"do": "multiply"}))
         await asyncio.sleep(0.2)
         workers = children(pool._child.pid)
-        assert len(workers) == 1
         assert _time(pool.close) < 2 and pool._child.poll() is not None
         until(lambda: not any(map(alive, workers)), 1)
         for late in (answer, pool.call({"do": "x"})):
@@ -402,7 +402,7 @@ def test_check_prints_what_differs(tmp_path):
     assert (done.returncode, done.stdout) == (0, "2 right, 0 wrong\n")
     hang = {"id": "c", "response": r"\boxed{9^{9^{9^9}}}", "gold": "x", "expected": True}
     done = check(write(tmp_path / "odd.jsonl", good, {**good, "id": "b", "expected": False}, hang,
-                       {**good, "id": "d", "gold": r"\frac{1"}), "--deadline", "0.5")  # fmt: skip
+                       {**good, "id": "d", "gold": r"\frac{1"}), "--deadline", "2")  # fmt: skip
     first, second, third, last = done.stdout.splitlines()
     assert done.returncode == 1 and last == "1 right, 3 wrong"
     assert "odd.jsonl:2: b: right, expected not right" in first and "odd.jsonl:3: c: timeout, expected right" in second
