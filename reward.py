@@ -456,10 +456,10 @@ def examine(requests: list[dict], workers: int, deadline_s: float) -> list[str]:
 
 def need_sandbox(unsafe: bool) -> None:
     """Before programs are run: ValueError in a sentence if this machine has no sandbox; a loud box with `unsafe`."""
-    if unsafe:
+    if unsafe and os.environ.get("RANK", "0") == "0":
         text = "UNSAFE CODE: programs written by a model run here with your rights, your files, your network"
         print(f"{'#' * 100}\n##  {text}  ##\n{'#' * 100}", flush=True)
-    elif fault := sandbox_fault():
+    elif not unsafe and (fault := sandbox_fault()):
         raise ValueError(f"programs cannot be judged here: {fault}; --unsafe_code runs them without a sandbox")
 
 

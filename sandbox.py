@@ -416,12 +416,12 @@ class Ran:
 
 @functools.cache
 def _bubble() -> list[str]:
-    python = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
-    folders = ["/usr", "/bin", "/lib", "/lib64", *sorted(python)]
-    return ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--proc", "/proc",
+    python = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))]
+    return ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL",
+            "--proc", "/proc", "--remount-ro", "/proc",  # where one who is root outside could set the kernel's switches
             "--dev", "/dev", "--size", str(PROGRAM_FILES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
             "--size", str(PROGRAM_FILES), "--tmpfs", "/tmp", "--dir", "/tmp/scratch",
-            *(word for folder in folders for word in ("--ro-bind-try", folder, folder)),
+            *(word for folder in ["/usr", "/bin", "/lib", "/lib64", *python] for word in ("--ro-bind-try", folder, folder)),
             "--remount-ro", "/", "--chdir", "/tmp/scratch"]  # fmt: skip
 
 
