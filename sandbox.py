@@ -33,7 +33,6 @@ import re
 import resource
 import runpy
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -194,9 +193,8 @@ class Server:
 
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback that nobody has bound. One may be lost before it is bound for good; then try again."""
-    with contextlib.ExitStack() as stack:  # held together, so they differ
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in held]
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]  # together, so they differ
+    return [(each.getsockname()[1], each.close())[0] for each in held]
 
 
 # -- A pool ------------------------------------------------------------------------------------------------------------
@@ -222,8 +220,8 @@ class Pool:
         # A session of its own, because Ctrl-C is for the job, which then closes or leaves its pool.
         self._child = subprocess.Popen(command, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                        start_new_session=True)
-        hello = select.select([self._child.stdout], [], [], GRACE_S)[0] and self._child.stdout.readline()
-        hello = json.loads(hello or '{"error": "it ended, or was not ready in time"}')
+        ready = select.select([self._child.stdout], [], [], GRACE_S)[0]
+        hello = json.loads((ready and self._child.stdout.readline()) or '{"error": "it ended, or was not up in time"}')
         if "error" in hello:
             self.close()
             raise PoolError(f"the pool of {function} did not start: {hello['error']}")
@@ -231,8 +229,7 @@ class Pool:
 
     async def call(self, request: dict, deadline_s: float | None = None) -> dict:
         """{"value": what the function returned} or {"timeout": True}. PoolError, now and ever after, once broken."""
-        deadline_s = self.deadline_s if deadline_s is None else deadline_s
-        silence_s = 2 * deadline_s + self.grace_s
+        silence_s = 2 * (deadline_s := deadline_s or self.deadline_s) + self.grace_s
         future: futures.Future = futures.Future()
         future.set_running_or_notify_cancel()  # whoever waits may be cancelled, the request goes on
         with self._lock:
@@ -369,16 +366,18 @@ def _work(name: str, function: Callable, pipe: socket.socket, parent: int) -> No
 
 PROGRAM_MEMORY = 1 << 30  # bytes: address space of each of its processes, and what all of them hold together
 PROGRAM_FILES = 32 << 20  # bytes of each file and in each of its two scratch folders, also of its output
-PROGRAM_PROCESSES = 32
+PROGRAM_PROCESSES = 64  # with their threads
 PROGRAM_TEXT = 120_000  # bytes of source, which travels on the command line
 
 # Runs inside. It binds itself; its status 3 says that this is no program. A function is given what puzzle sites give.
 DRIVER = """
 def main():
     import json, os, resource, sys, traceback, types
-    _, program, function, memory, files = sys.argv
-    for limit, most in (("AS", memory), ("FSIZE", files), ("CORE", 0)):
+    _, program, function, user, memory, files, processes = sys.argv
+    for limit, most in (("AS", memory), ("FSIZE", files), ("NPROC", processes), ("CORE", 0)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (int(most), int(most)))
+    if user:  # of root only, who has no bound on processes
+        os.setgroups([]), os.setgid(int(user)), os.setuid(int(user))
     sys.argv[:] = ["answer.py"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     names, dumps, write = vars(module), json.dumps, os.write
@@ -409,29 +408,33 @@ class SandboxError(RuntimeError):
 
 @dataclass
 class Ran:
-    outcome: str  # "" (it ended by itself, without an error), syntax, error, timeout, limit (memory, processes, output)
+    outcome: str  # "" (it ended by itself, without an error), syntax, error, timeout, limit (all memory, output)
     output: bytes = b""
     errors: str = ""  # the end of its standard error
 
 
 @functools.cache
 def _bubble() -> list[str]:
-    python = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))]
-    return ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL",
-            "--proc", "/proc", "--remount-ro", "/proc",  # where one who is root outside could set the kernel's switches
-            "--dev", "/dev", "--size", str(PROGRAM_FILES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
-            "--size", str(PROGRAM_FILES), "--tmpfs", "/tmp", "--dir", "/tmp/scratch",
-            *(word for folder in ["/usr", "/bin", "/lib", "/lib64", *python] for word in ("--ro-bind-try", folder, folder)),
-            "--remount-ro", "/", "--chdir", "/tmp/scratch"]  # fmt: skip
+    apart = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--cap-drop", "ALL"]
+    apart += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.getuid() == 0 else ["--unshare-user"]
+    scratch, binds = ["--perms", "1777", "--size", str(PROGRAM_FILES), "--tmpfs"], []
+    python = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
+    for folder in ("/usr", "/bin", "/lib", "/lib64", *python):
+        for parent in list(Path(folder).parents)[-2::-1]:  # from the top; left to bubblewrap they are closed to others
+            binds += ["--dir", str(parent)]
+        binds += ["--ro-bind-try", folder, folder]
+    return ["bwrap", *apart, "--die-with-parent", "--new-session", "--proc", "/proc", "--remount-ro", "/proc", "--dev",
+            "/dev", *scratch, "/dev/shm", "--remount-ro", "/dev", *scratch, "/tmp", *binds, "--remount-ro", "/",
+            "--chdir", "/tmp"]  # fmt: skip
 
 
 @functools.cache
 def sandbox_fault() -> str:
     """Why this machine cannot run programs in a sandbox, "" if it can."""
-    if not shutil.which("bwrap"):
-        return "bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
     try:
         return "" if run_program("print(6 * 7)", timeout_s=30).output == b"42\n" else "bubblewrap runs no Python here"
+    except FileNotFoundError:
+        return "bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
     except SandboxError as error:
         return str(error)
 
@@ -444,9 +447,10 @@ def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s:
     text = program.encode(errors="replace")
     if len(text) > PROGRAM_TEXT or b"\0" in text:
         return Ran("syntax", errors=f"a program may have {PROGRAM_TEXT} bytes, and no NUL")
-    command = [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", DRIVER, text, function,
-               str(PROGRAM_MEMORY), str(PROGRAM_FILES)]  # fmt: skip
-    environment = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH")}
+    user = "" if unsafe or os.getuid() else str(60_000 + threading.get_native_id() % 5000)  # its processes are counted
+    command = [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", DRIVER, text, function, user,
+               str(PROGRAM_MEMORY), str(PROGRAM_FILES), str(PROGRAM_PROCESSES)]  # fmt: skip
+    environment = {name: os.environ.get(name, "") for name in ("PATH", "LD_LIBRARY_PATH")}
     with contextlib.ExitStack() as stack:
         given, output, errors, status = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         given.write(stdin.encode(errors="replace"))
@@ -461,7 +465,7 @@ def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s:
         try:
             outcome = _wait(process, time.monotonic() + timeout_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # else its group is left; what is in bubblewrap dies with it
+            with contextlib.suppress(ProcessLookupError):  # what is in bubblewrap dies with it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if output.seek(0, os.SEEK_END) > output_bytes:
@@ -470,31 +474,27 @@ def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s:
         _, _, said = output.seek(0), status.seek(0), errors.read().decode(errors="replace")
         if not unsafe and not outcome and b"exit-code" not in status.read():
             raise SandboxError(f"bubblewrap cannot make a sandbox here: {said.strip() or 'it was killed'}")
-        ended = {0: "", 3: "syntax"}.get(process.returncode, "error")
-        return Ran(outcome or ended, output.read(output_bytes), said)
+        outcome = outcome or {0: "", 3: "syntax"}.get(process.returncode, "error")
+        return Ran(outcome, output.read(output_bytes), said)
 
 
 def _wait(process: subprocess.Popen, deadline: float) -> str:
-    looked = time.monotonic()
+    pause = 0.002
     while process.poll() is None:
-        now = time.monotonic()
-        if now > deadline:
-            return "timeout"
-        if now - looked > 0.1:
-            looked, memory, family = now, 0, [process.pid]
-            for pid in family:  # which grows: a process and all that it started
-                with contextlib.suppress(OSError, IndexError):  # it has ended
-                    memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-                    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-                    family += map(int, " ".join(children).split())
-            if len(family) > PROGRAM_PROCESSES or memory > PROGRAM_MEMORY:
-                return "limit"
-        time.sleep(0.002)
+        memory, family = 0, [process.pid]
+        for pid in family:  # which grows: a process and all that it started
+            with contextlib.suppress(OSError, IndexError):  # it has ended
+                memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+                children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+                family += map(int, " ".join(children).split())
+        if memory > PROGRAM_MEMORY or time.monotonic() > deadline:
+            return "limit" if memory > PROGRAM_MEMORY else "timeout"
+        time.sleep(pause := min(0.05, 1.1 * pause))
     return ""
 
 
-if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
+if __name__ == "__main__" and sys.argv[1] == "serve":
     serve(*json.loads(sys.argv[2]))
-elif __name__ == "__main__" and sys.argv[1:2] == ["become"]:  # a server; the order to die survives exec
+elif __name__ == "__main__":  # become a server; the order to die survives exec
     die_with_parent(int(sys.argv[2]))
     os.execv(sys.argv[3], sys.argv[3:])
