@@ -284,7 +284,7 @@ def load_problems(path: str, own_reward: bool = False) -> list[Problem]:
             solutions = _solutions(row, where, doubtful)
         else:
             raise ValueError(f"{where}: task {task!r} is not supported, only math, stem and code are")
-        kept = {name: value for name, value in row.items() if name not in ("tests", "input_output")}
+        kept = {key: row[key] for key in row if own_reward or key not in ("tests", "input_output")}
         problems.append(Problem(str(name), prompt, tuple(solutions), task, tests=tests, row=kept))
     faults = examine([{"solutions": [key], "keys": True} for key in doubtful], 2, 10.0) if doubtful else []
     pairs = zip(doubtful.values(), faults, strict=True)

@@ -367,8 +367,7 @@ class Generator:
 
     def __init__(self, cfg, rank: int, engine, scorer: Scorer, problems: list[Problem], test: list[Problem]):
         self.cfg, self.rank, self.engine, self.scorer = cfg, rank, engine, scorer
-        self.workflow = choose_workflow(cfg)
-        self.problems, self.test = problems, test
+        self.workflow, self.problems, self.test = choose_workflow(cfg), problems, test
         self.inbox, self.out = Channel(), Channel()
         self.record = (-1, 0)  # newest (version, rejected)
         self.skip: frozenset[int] = frozenset()
@@ -484,7 +483,8 @@ class Generator:
                 self._switch("wait")
             headers = [trajectory.header() for trajectory in group.trajectories]
             pass_rate = float(np.mean([trajectory.score for trajectory in group.trajectories]))
-            accepted = self.cfg.filter_lower <= pass_rate <= self.cfg.filter_upper
+            low, high = self.cfg.filter_lower, self.cfg.filter_upper  # 0 and 1 are off: one's own scores may go beyond
+            accepted = (low == 0 or low <= pass_rate) and (high == 1 or pass_rate <= high)
             if accepted:  # arrays first, header after them: whoever reads the header finds the arrays
                 await asyncio.to_thread(self._put, group)
             self._event("generate", lane, group.started, group.generated, ticket=ticket)

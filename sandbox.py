@@ -40,6 +40,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
@@ -65,7 +66,10 @@ def load_function(spec: str) -> tuple[Callable, dict]:
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         raise ValueError(f"{spec}: file.py:function is needed, and there is no file {path!r}")
-    names = runpy.run_path(path, run_name="boba_file")
+    try:
+        names = runpy.run_path(path, run_name="boba_file")
+    except Exception as error:  # whatever a file raises when it is imported
+        raise ValueError(f"{spec}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(names.get(name)):
         raise ValueError(f"{spec}: {path} has no function {name!r}")
     return names[name], names
@@ -134,22 +138,15 @@ class Server:
     async def watch(self, every_s: float, timeout_s: float, excused: Callable[[], tuple]) -> None:
         """Raises at once when the process has ended, and when it was not healthy for `timeout_s` seconds, asked every
         `every_s` seconds: but not while `excused()[0]` is true, nor if `excused()` is another afterwards."""
-
-        async def ask() -> None:
-            while True:
-                await asyncio.sleep(every_s)
-                if not (before := excused())[0] and not await self.healthy(timeout_s) and excused() == before:
-                    self.check()
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.2)
+            self.check()
+            if time.monotonic() - last > every_s and not (before := excused())[0]:
+                if not await self.healthy(timeout_s) and excused() == before:
+                    self.check()  # if it has ended, that says more
                     raise self.error(f"gave no sign of life within {timeout_s:.0f} s")
-
-        asking = asyncio.ensure_future(ask())
-        try:
-            while not asking.done():
-                self.check()
-                await asyncio.wait({asking}, timeout=0.2)
-            asking.result()
-        finally:
-            asking.cancel()
+                last = time.monotonic()
 
     async def post(self, path: str, body: dict, timeout_s: float | None = None) -> dict:
         """The reply to a POST of JSON. Raises, with this server's name, if it refuses, is gone, or takes too long."""
@@ -300,6 +297,7 @@ def serve(function: str, count: int, parent: int) -> None:
         ours, theirs = socket.socketpair()
         if not (pid := os.fork()):
             _work(function, apply, theirs, me)
+        os.setpgid(pid, pid)  # so that what it started can be ended with it
         theirs.close()
         workers[ours] = SimpleNamespace(pid=pid, job=None, said=b"", deadline=0.0)
 
@@ -331,7 +329,7 @@ def serve(function: str, count: int, parent: int) -> None:
             elif chunk == b"" or (job and late):
                 del workers[ours]
                 ours.close()
-                os.kill(worker.pid, signal.SIGKILL)
+                os.killpg(worker.pid, signal.SIGKILL)
                 status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
                 hire()
                 if job and late:
@@ -356,6 +354,7 @@ def _work(name: str, function: Callable, pipe: socket.socket, parent: int) -> No
                 value = asyncio.run(value) if asyncio.iscoroutine(value) else value
                 reply = json.dumps({"value": value}, default=float)  # numpy's numbers
             except BaseException as error:  # also sys.exit
+                traceback.print_exc()
                 reply = json.dumps({"error": f"{name}: {type(error).__name__}: {error}"[:1000]})
             lines.write(reply + "\n")
             lines.flush()

@@ -57,8 +57,8 @@ class Desk:
         model.config.save_pretrained(folder / "model")
         settings = {"model-path": str(folder / "model"), "device": "cpu", "dtype": dtype, "tp-size": tp,
                     "random-seed": 1, "max-total-tokens": 32768}  # fmt: skip
-        given = dict(who="generator rank 1", folder=folder, settings=settings, more=more or {}, temperature=1.0,
-                     max_new_tokens=LONGEST - 16, max_prompt_tokens=16, vocabulary=64, stop_ids=[EOS],
+        given = dict(who="generator rank 1", folder=folder, settings=settings, more=more or {}, sessions=True,
+                     temperature=1.0, max_new_tokens=LONGEST - 16, max_prompt_tokens=16, vocabulary=64, stop_ids=[EOS],
                      startup_timeout=240, update_timeout=30, health_timeout=4)  # fmt: skip
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
