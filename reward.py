@@ -79,9 +79,10 @@ def read_tests(row: dict, where: str) -> dict:
             inputs = [list(map(json.loads, x.strip().split("\n"))) if isinstance(x, str) else x for x in inputs]
             outputs = [json.loads(x) if isinstance(x, str) else x for x in outputs]
         kinds = {*map(type, inputs)} if function else {*map(type, inputs + outputs)}
-        if len(inputs) != len(outputs) or kinds - {list if function else str}:
+        same = type(inputs) is type(outputs) is list and type(function) is str and "\0" not in function
+        if not same or len(inputs) != len(outputs) or kinds - {list if function else str}:
             raise ValueError("as many inputs as outputs are needed, all text; for a function inputs are argument lists")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: the tests of a program cannot be read: {type(error).__name__}: {error}") from None
     inputs, outputs = ([json.dumps(x) if function else x for x in values] for values in (inputs, outputs))
     return {"function": function, "inputs": inputs, "outputs": outputs}
@@ -327,15 +328,15 @@ def math_verdict(response: str, solutions: tuple[str, ...]) -> Verdict:
 
 # -- Programs ----------------------------------------------------------------------------------------------------------
 
-FENCE = re.compile(r"\s*(`{3,}|~{3,})\s*([^\s`]*)[^`]*")
-NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?")
+FENCE = re.compile(r"\s*+(`{3,}+|~{3,}+)\s*+([^\s`]*+)[^`]*")
+NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4})?")
 UNJUDGED = {"": Verdict.WRONG, "syntax": Verdict.UNPARSED, "timeout": Verdict.TIMEOUT}  # by outcome; others crashed
 
 
 def extract_program(response: str) -> str:
     """Text of the last complete fenced block that is marked as Python, else of the last without a mark, or ""."""
     blocks, fence, mark, lines = {}, "", "", []
-    for line in response[response.rfind("</think>") + 1 :].replace("\r\n", "\n").split("\n"):
+    for line in response.rpartition("</think>")[2].replace("\r\n", "\n").split("\n"):
         if fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
             blocks[mark], fence = "\n".join(lines), ""
         elif fence:
@@ -378,7 +379,7 @@ def code_verdict(response: str, tests: dict, test_s: float, total_s: float, unsa
     for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
         left = max(0.0, min(test_s, deadline - time.monotonic()))
         ran = run_program(program, given, function=tests["function"], timeout_s=left, unsafe=unsafe,
-                          output_bytes=2 * len(wanted.encode()) + (1 << 20))  # fmt: skip
+                          output_bytes=2 * len(wanted.encode(errors="replace")) + (1 << 20))  # fmt: skip
         output = ran.output.decode(errors="replace")
         try:
             same = same_value(read(wanted), read(output)) if tests["function"] else same_output(wanted, output)

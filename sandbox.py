@@ -1,15 +1,11 @@
 """Work that may hang, die or do harm, in processes that can be killed: a pool of workers, servers, foreign programs.
 
 `Pool` runs one function, named "file.py:name", on requests that may never end. Who asks holds sockets, GPU state and
-threads and must neither fork nor be imported again. So a pool is one child process, which forks the workers:
-
-    who        waits for                             and if it never comes
-    call()     its reply, as a JSON line             PoolError, after two deadlines and 30 s without any news
-    child      requests on stdin, workers' replies   it kills a late worker, and ends with stdin and with its parent
-    worker     a request, then its function          it is killed at a request's deadline, and dies with the child
-
-A request whose worker died by itself is tried once more; a second death, or an error of the function, breaks the whole
-pool: it must stop a run and never look like a result. Workers run code that is trusted but may take for ever.
+threads and must neither fork nor be imported again. So a pool is one child process, which forks the workers. `call`
+waits for a reply until two deadlines and 30 s have brought no news (PoolError); the child kills a worker at a request's
+deadline, and ends with its stdin and with its parent; workers end with the child. A request whose worker died by itself
+is tried once more; a second death, or an error of the function, breaks the whole pool: it must stop a run and never
+look like a result. Workers run code that is trusted but may take for ever.
 
 `Server` is a process that listens (SGLang), with all that it starts. It dies with the thread that made it, also when
 that is killed; who asks it for something has a deadline of its own.
@@ -43,7 +39,6 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,8 +79,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 class Server:
-    """A process that answers HTTP on the loopback, in a session of its own with all that it starts; its output is
-    appended to `log`. `health`: a path that answers 200 if it works."""
+    """A process that answers HTTP on the loopback and logs to `log`; its path `health` answers 200 if it works."""
 
     def __init__(self, name: str, log: Path, health: str, headers: dict[str, str]):
         import aiohttp  # comes with SGLang
@@ -97,8 +91,8 @@ class Server:
         self._http = aiohttp.ClientSession(connector=connector, headers=headers)
 
     async def start(self, command: Callable[[int, int], list[str]], environment: dict[str, str], timeout_s: float):
-        """Start `python *command(port, second port)` and wait until it is healthy. Ports are tried three times, since
-        another process may take one between our look and its use. Raises with the end of the log."""
+        """Start `python *command(port, second port)`, wait until it is healthy; raises with the end of the log. Ports
+        are tried three times: another process may take one between our look and its use."""
         began = time.monotonic()
         for tries_left in (2, 1, 0):
             port, second = free_ports(2)
@@ -129,11 +123,10 @@ class Server:
             await asyncio.sleep(0.3)
 
     async def healthy(self, timeout_s: float) -> bool:
-        try:
+        with contextlib.suppress(*self._errors):
             async with self._http.get(self.url + self.health, timeout=self._timeout(timeout_s)) as reply:
                 return reply.status == 200
-        except self._errors:
-            return False
+        return False
 
     async def watch(self, every_s: float, timeout_s: float, excused: Callable[[], tuple]) -> None:
         """Raises at once when the process has ended, and when it was not healthy for `timeout_s` seconds, asked every
@@ -301,8 +294,7 @@ def serve(function: str, count: int, parent: int) -> None:
         theirs.close()
         workers[ours] = SimpleNamespace(pid=pid, job=None, said=b"", deadline=0.0)
 
-    [hire() for _ in range(count)]
-    tell(ready=True)
+    tell(ready=[hire() for _ in range(count)])
     while True:
         for ours, worker in workers.items():
             if waiting and not worker.job:
@@ -332,12 +324,11 @@ def serve(function: str, count: int, parent: int) -> None:
                 os.killpg(worker.pid, signal.SIGKILL)
                 status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
                 hire()
-                if job and late:
-                    tell(id=job["id"], timeout=True)
-                elif job and "tried" in job:
-                    tell(id=job["id"], error=f"two workers died on one request (status {status})")
-                elif job:
+                if job and not late and "tried" not in job:
                     waiting.appendleft(job | {"tried": True})
+                elif job:
+                    died = {"error": f"two workers died on one request (status {status})"}
+                    tell(id=job["id"], **({"timeout": True} if late else died))
 
 
 def _work(name: str, function: Callable, pipe: socket.socket, parent: int) -> None:
@@ -366,7 +357,6 @@ def _work(name: str, function: Callable, pipe: socket.socket, parent: int) -> No
 PROGRAM_MEMORY = 1 << 30  # bytes: address space of each of its processes, and what all of them hold together
 PROGRAM_FILES = 32 << 20  # bytes of each file and in each of its two scratch folders, also of its output
 PROGRAM_PROCESSES = 64  # with their threads
-PROGRAM_TEXT = 120_000  # bytes of source, which travels on the command line
 
 # Runs inside. It binds itself; its status 3 says that this is no program. A function is given what puzzle sites give.
 DRIVER = """
@@ -377,14 +367,18 @@ def main():
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (int(most), int(most)))
     if user:  # of root only, who has no bound on processes
         os.setgroups([]), os.setgid(int(user)), os.setuid(int(user))
-    sys.argv[:] = ["answer.py"]
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    names, dumps, write = vars(module), json.dumps, os.write
+    sys.argv[:], sys.modules["__main__"] = ["answer.py"], types.ModuleType("__main__")
+    names, dumps, write = vars(sys.modules["__main__"]), json.dumps, os.write
     if function:
         arguments, result = json.load(sys.stdin), os.dup(1)
         os.dup2(2, 1)  # what it prints is not its result
         puzzles = "math", "itertools", "functools", "bisect", "heapq", "collections", "typing"
         exec("".join(f"import {name}; from {name} import *;" for name in puzzles) + "from builtins import *", names)
+    try:
+        program = compile(program, "answer.py", "exec", dont_inherit=True)
+    except SyntaxError:
+        traceback.print_exc()
+        sys.exit(3)
     try:
         exec(program, names)
         if function:
@@ -394,9 +388,6 @@ def main():
                 data = data[write(result, data):]
     except SystemExit:  # to leave is fine, whatever the status
         pass
-    except SyntaxError:
-        traceback.print_exc()
-        sys.exit(3)
 main()
 """
 
@@ -405,11 +396,9 @@ class SandboxError(RuntimeError):
     """No sandbox could be made, so nothing is known about the program."""
 
 
-@dataclass
-class Ran:
-    outcome: str  # "" (it ended by itself, without an error), syntax, error, timeout, limit (all memory, output)
-    output: bytes = b""
-    errors: str = ""  # the end of its standard error
+# What a program left. `outcome`: "" (it ended by itself, without an error), syntax, error, timeout or limit (memory of
+# all, output); `output`: bytes of standard output, or a function's result; `errors`: the end of standard error, text.
+Ran = collections.namedtuple("Ran", "outcome output errors", defaults=(b"", ""))
 
 
 @functools.cache
@@ -417,7 +406,7 @@ def _bubble() -> list[str]:
     apart = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--cap-drop", "ALL"]
     apart += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.getuid() == 0 else ["--unshare-user"]
     scratch, binds = ["--perms", "1777", "--size", str(PROGRAM_FILES), "--tmpfs"], []
-    python = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
+    python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent.parent))
     for folder in ("/usr", "/bin", "/lib", "/lib64", *python):
         for parent in list(Path(folder).parents)[-2::-1]:  # from the top; left to bubblewrap they are closed to others
             binds += ["--dir", str(parent)]
@@ -427,42 +416,69 @@ def _bubble() -> list[str]:
             "--chdir", "/tmp"]  # fmt: skip
 
 
+def _rules() -> bytes:
+    """A seccomp program. Refused is what no namespace and no limit binds: memory that no process is seen to hold
+    (memfd, System V, io_uring), new user namespaces, all sockets but UNIX, INET, INET6, NETLINK (vsock gets out)."""
+    allow, refuse, absent, kill = ((6, 0, 0, action) for action in (0x7FFF0000, 0x50001, 0x50026, 0x80000000))
+    numbers = {"x86_64": (0xC000003E, 41, 56, 319, 29, 68, 272, 308),  # memfd_create, shmget, msgget, unshare, setns
+               "aarch64": (0xC00000B7, 198, 220, 279, 194, 186, 97, 268)}  # fmt: skip
+    arch, sockets, clone, *refused = (*numbers[os.uname().machine], 447, 425)  # memfd_secret, io_uring_setup
+    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), kill, (0x20, 0, 0, 0), (0x35, 0, 1, 1 << 30), refuse]
+    rules += [rule for number in refused for rule in ((0x15, 0, 1, number), refuse)]
+    rules += [(0x15, 0, 1, 435), absent]  # clone3, whose flags are out of sight: the C library then takes clone
+    rules += [(0x15, 0, 4, clone), (0x20, 0, 0, 16), (0x45, 0, 1, 0x10000000), refuse, allow]  # CLONE_NEWUSER
+    rules += [(0x15, 1, 0, sockets), allow, (0x20, 0, 0, 16)]
+    rules += [rule for family in (1, 2, 10, 16) for rule in ((0x15, 0, 1, family), allow)] + [refuse]
+    return b"".join(a.to_bytes(2, "little") + bytes((b, c)) + d.to_bytes(4, "little") for a, b, c, d in rules)
+
+
 @functools.cache
 def sandbox_fault() -> str:
     """Why this machine cannot run programs in a sandbox, "" if it can."""
+    if not any(os.access(os.path.join(folder, "bwrap"), os.X_OK) for folder in os.get_exec_path()):
+        return "bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
     try:
         return "" if run_program("print(6 * 7)", timeout_s=30).output == b"42\n" else "bubblewrap runs no Python here"
-    except FileNotFoundError:
-        return "bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
-    except SandboxError as error:
+    except (KeyError, SandboxError) as error:  # KeyError: a processor that the rules are not written for
         return str(error)
 
 
 def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s: float, output_bytes: int = 1 << 20,
                 unsafe: bool = False) -> Ran:  # fmt: skip
-    """Run a Python program on `stdin`. With `function` it only defines that, or a method of a class `Solution`: it is
-    called with the arguments in `stdin`, a JSON list, and `output` is its result as JSON. Blocks; the thread that calls
-    must live until it returns, or bubblewrap ends early. SandboxError where there is no sandbox."""
+    """Run a Python program on `stdin`, or, with `function`, call that (or that method of its class `Solution`) with the
+    JSON list in `stdin`; `output` is then the result's JSON. It blocks a thread that must live on. SandboxError."""
     text = program.encode(errors="replace")
-    if len(text) > PROGRAM_TEXT or b"\0" in text:
-        return Ran("syntax", errors=f"a program may have {PROGRAM_TEXT} bytes, and no NUL")
+    if len(text) > 120_000 or b"\0" in text:  # it travels on the command line
+        return Ran("syntax", errors="a program may have 120000 bytes, and no NUL")
     user = "" if unsafe or os.getuid() else str(60_000 + threading.get_native_id() % 5000)  # its processes are counted
     command = [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", DRIVER, text, function, user,
                str(PROGRAM_MEMORY), str(PROGRAM_FILES), str(PROGRAM_PROCESSES)]  # fmt: skip
     environment = {name: os.environ.get(name, "") for name in ("PATH", "LD_LIBRARY_PATH")}
+    environment |= {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "HOME": "/tmp"}
     with contextlib.ExitStack() as stack:
-        given, output, errors, status = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
+        given, output, errors, status, rules = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
+        [os.fchmod(file.fileno(), 0o666) for file in (given, output, errors)]  # for open("/dev/stdin")
+        _ = given.write(stdin.encode(errors="replace")), given.seek(0)
         if unsafe:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         else:
-            command = [*_bubble(), "--json-status-fd", str(status.fileno()), "--", *command]
+            _ = rules.write(_rules()), rules.seek(0)
+            tell = ["--json-status-fd", str(status.fileno()), "--seccomp", str(rules.fileno())]
+            command = [*_bubble(), *tell, "--", *command]
         process = subprocess.Popen(command, stdin=given, stdout=output, stderr=errors, cwd=scratch if unsafe else "/",
-                                   env=environment | {"OPENBLAS_NUM_THREADS": "1", "HOME": "/tmp"},
-                                   pass_fds=() if unsafe else (status.fileno(),), start_new_session=True)
+                                   pass_fds=() if unsafe else (status.fileno(), rules.fileno()), env=environment,
+                                   start_new_session=True)
+        deadline, pause, outcome = time.monotonic() + timeout_s, 0.002, ""
         try:
-            outcome = _wait(process, time.monotonic() + timeout_s)
+            while process.poll() is None and not outcome:
+                time.sleep(pause := min(0.05, 1.1 * pause))
+                memory, family = 0, [process.pid]
+                for pid in family:  # which grows: a process and all that it started
+                    with contextlib.suppress(OSError, IndexError):  # it has ended
+                        memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+                        children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+                        family += map(int, " ".join(children).split())
+                outcome = "limit" if memory > PROGRAM_MEMORY else "timeout" if time.monotonic() > deadline else ""
         finally:
             with contextlib.suppress(ProcessLookupError):  # what is in bubblewrap dies with it
                 os.killpg(process.pid, signal.SIGKILL)
@@ -475,21 +491,6 @@ def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s:
             raise SandboxError(f"bubblewrap cannot make a sandbox here: {said.strip() or 'it was killed'}")
         outcome = outcome or {0: "", 3: "syntax"}.get(process.returncode, "error")
         return Ran(outcome, output.read(output_bytes), said)
-
-
-def _wait(process: subprocess.Popen, deadline: float) -> str:
-    pause = 0.002
-    while process.poll() is None:
-        memory, family = 0, [process.pid]
-        for pid in family:  # which grows: a process and all that it started
-            with contextlib.suppress(OSError, IndexError):  # it has ended
-                memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-                children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-                family += map(int, " ".join(children).split())
-        if memory > PROGRAM_MEMORY or time.monotonic() > deadline:
-            return "limit" if memory > PROGRAM_MEMORY else "timeout"
-        time.sleep(pause := min(0.05, 1.1 * pause))
-    return ""
 
 
 if __name__ == "__main__" and sys.argv[1] == "serve":
