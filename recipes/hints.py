@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for toy.py
 
 import toy
 
-CUT_B, CUT_C = 4, 9  # no b or c above: the longest two counting answers have 4 * (CUT_B + CUT_C + 2) + 8 tokens
+CUT_B, CUT_C = 4, 6  # no b or c above: the longest two counting answers have 4 * (CUT_B + CUT_C + 2) + 8 tokens
 
 
 def hints(split: str, count: int, seed: int) -> list[dict]:
