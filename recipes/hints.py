@@ -4,16 +4,18 @@
 lucky guess; the hint, which multi_turn then says, is "44 + 6 =". Both are ordinary problems of the toy's split, so
 nothing that is tested was a prompt or a hint in training.
 
-The toy's warm start taught the model to answer where nothing stands before the prompt. After an answer of its own it
-mostly guesses too, and counts from a wrong number where it counts. It has to find out that counting pays in the second
-turn, and which two numbers the hint is about.
+The toy's warm start has taught the model to answer where nothing stands before the prompt. After an answer of its own
+it mostly guesses, too, and where it counts it begins with a wrong number. It has to find out that counting pays in the
+second turn, and where the hint's two numbers are. What it does in the first turn is not paid for by itself; yet it
+learns to count there as well, since it makes fewer mistakes after an answer that counted.
 
     python recipes/hints.py --seed 1            # writes hints.jsonl and hints-test.jsonl into this folder
     torchrun --nproc_per_node 2 train.py --data hints.jsonl --eval_data hints-test.jsonl --seed 1 \\
-        --workflow multi_turn --turns 2 --turn_discount 0.9 --filter_lower 0.1 --lr 3e-4
+        --workflow multi_turn --turns 2 --turn_discount 0.9 --max_new_tokens 96 \\
+        --groups 16 --steps 70 --lr 3e-4 --filter_lower 0.1
 
-At first so few answers are right that groups without one are not worth training (`--filter_lower`). Left out: hints for
-a third try, and problems whose first answer could be right.
+At first one answer in 40 is right, so groups without a right one are not trained (`--filter_lower`). Left out: hints
+for a third try, and problems whose first answer could be right.
 """
 
 import argparse
@@ -26,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for toy.py
 
 import toy
 
-CUT_B, CUT_C = 4, 6  # no b or c above: the longest two counting answers have 4 * (CUT_B + CUT_C + 2) + 8 tokens
+CUT_B, CUT_C = 4, 6  # no b or c above, so that two answers take no longer than one of the toy's
 
 
 def hints(split: str, count: int, seed: int) -> list[dict]:

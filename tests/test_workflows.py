@@ -1,7 +1,6 @@
 """Workflows: several turns are one trajectory of the very tokens that the engine saw and made, whatever lies between.
 
-    pytest tests/test_workflows.py           # seconds
-    pytest tests/test_workflows.py -m slow   # the toy learns from hints: two minutes
+    pytest tests/test_workflows.py           # seconds; with -m slow the toy learns from hints, two minutes
 """
 
 import asyncio
@@ -11,6 +10,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 from conftest import ROOT
@@ -42,8 +42,7 @@ def letters(template: str | None = None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=words[1], chat_template=template)
 
 
-IDS = letters().get_vocab()
-END = IDS["<|im_end|>"]
+IDS, END = letters().get_vocab(), letters().eos_token_id
 
 
 def spelled(text: str, end: bool = True) -> list[int]:
@@ -93,13 +92,9 @@ def between(one: Trajectory, prompt: tuple[int, ...], spy) -> list[list[int]]:
 def play(workflow, engine, *scores: float, chat: bool = False, **row):
     """(trajectory, responses that were scored, what was put between the answers: lists of token ids)"""
     (problem,) = encode_problems([Problem("p", "ab?", row=row)], engine.tokenizer, 99, chat)
-    spy, said = Watched(engine), []
-
-    async def score(asked, response):
-        said.append(response)
-        return [*scores, *[0.0] * 9][len(said) - 1]
-
+    spy, score = Watched(engine), AsyncMock(side_effect=[*scores, *[0.0] * 9])
     (one,) = asyncio.run(workflow(problem, spy, score))
+    said = [call.args[1] for call in score.await_args_list]
     assert said[-1] == engine.tokenizer.decode(spy.seen[-1][-1].tokens, skip_special_tokens=True)
     return one, said, between(one, problem.prompt_ids, spy)
 
@@ -136,8 +131,8 @@ def test_it_goes_on_if_the_budget_has_room_for_a_token_more_and_not_otherwise(na
     first, reply = spelled("```python\nprint('ab')\n```"), letters()(says)["input_ids"]
     engine = Scripted([first, spelled("ab")], max_new_tokens=len(first) + len(reply) + room)
     one, said, replies = play(workflow, engine, hints=["c", "c"])
-    assert replies == [reply] * (asked - 1) and one.finish_reason == ("stop" if asked == 1 else "length")
-    assert asked == 1 or said[-1] == "ab"[:room]
+    assert replies == [reply] * (asked - 1)
+    assert (one.finish_reason, said[-1]) == (("length", "ab"[:room]) if asked == 2 else ("stop", said[0]))
 
 
 def test_every_token_of_a_later_turn_has_the_version_that_made_it():
@@ -161,9 +156,7 @@ def test_every_token_of_a_later_turn_has_the_version_that_made_it():
         await first_turn_over.wait()
         await asyncio.wait_for(decoding(engine, 4), 30)
         await update(engine, 1, weights[1])
-        trajectories = [one for (one,) in await runs]
-        await engine.close()
-        return trajectories, spy
+        return [one for (one,) in await runs], spy
 
     trajectories, spy = asyncio.run(run())
     for one, prompt in zip(trajectories, prompts, strict=True):
@@ -178,8 +171,7 @@ def test_every_token_of_a_later_turn_has_the_version_that_made_it():
 def test_a_users_turn_is_what_the_template_puts_between_two_answers(name):
     thought, says = "<think>ab</think>ab", "<|im_start|>user\nNo, ab.<|im_end|>\n<|im_start|>assistant\n"
     engine = Scripted([spelled(thought), spelled("ab")], template=TEMPLATES[name])
-    one, _, _ = play(partial(multi_turn, turns=2, chat=True), engine, chat=True)
-    tokenizer = engine.tokenizer
+    one, tokenizer = play(partial(multi_turn, turns=2, chat=True), engine, chat=True)[0], engine.tokenizer
     for last, closing in ((END, "\n"), (IDS["b"], "<|im_end|>\n")):  # the answer has its stop token already, or not
         assert user_turn(tokenizer, "No, ab.", True, last) == tokenizer(closing + says)["input_ids"]
     turns = [("user", "ab?"), ("assistant", thought), ("user", RETRY), ("assistant", "ab")]
@@ -198,8 +190,7 @@ def test_a_workflow_is_chosen_by_name_or_from_a_file(tmp_path, monkeypatch):
         argv = ["--engine", "transformers", "--data", "data.jsonl", "--workflow", *args]
         return choose_workflow(train.check(train.parse(argv), 2))
 
-    assert chosen("single_turn") is single_turn and chosen("own.py:own").__name__ == "own"
-    assert chosen(f"{TOOL}:tool_use").__name__ == "tool_use"
+    assert {chosen(spec).__name__ for spec in ("single_turn", "own.py:own")} == {"single_turn", "own"}
     several = chosen("multi_turn", "--turns", "5", "--turn_discount", "0.75", "--chat", "true")
     assert several.func is multi_turn and several.keywords == {"turns": 5, "discount": 0.75, "chat": True}
     for name, sentence in [("own.py:plain", "workflow=own.py:plain must be an `async def` of (problem, engine, score)"),
@@ -217,13 +208,10 @@ def sampled(spoil=lambda pair: None):
         spoil(pair)
         return pair
 
-    class Scorer:
-        async def score(self, problem, response):
-            return (1.0, "right") if response == "ab" else (0.0, "wrong")
-
+    scorer = AsyncMock(**{"score.side_effect": lambda _, text: (1.0, "right") if text == "ab" else (0.0, "wrong")})
     engine = Scripted([spelled(text) for text in ("ab", "ab", "b", "ab")], max_new_tokens=10)
     problem = Problem("p", "?", prompt_ids=(3,) * 99)
-    return asyncio.run(sample_and_score(7, problem, 2, engine, Scorer(), twice))
+    return asyncio.run(sample_and_score(7, problem, 2, engine, scorer, twice))
 
 
 def test_several_trajectories_of_one_run_are_all_trained_and_counted():
@@ -249,7 +237,7 @@ def test_what_could_not_be_trained_is_refused(spoil, sentence):
 def test_what_a_program_prints_or_raises_is_the_next_message_up_to_a_limit_of_calls():
     programs = ["print(6 * 7)", "x = 1\nx / 0", "def", "x = 1", "print('ab' * 50)", "print(7)", "print(8)"]
     texts = [f"ab\n```python\n{program}\n```" for program in programs]
-    engine = Scripted([spelled(text) for text in texts])
+    engine = Scripted([*map(spelled, texts)])
     one, said, replies = play(tool(MAX_CALLS=5, CHARACTERS=80), engine, 0.5)
     outputs = ["42", '  File "answer.py", line 2, in <module>\nZeroDivisionError: division by zero',
                "       ^\nSyntaxError: invalid syntax", "(no output)", "ab" * 40 + "... (100 characters)"]
@@ -257,8 +245,7 @@ def test_what_a_program_prints_or_raises_is_the_next_message_up_to_a_limit_of_ca
     assert said == [texts[5]] and one.reward == 0.5  # only the last message is scored, and what it calls is not run
     engine = Scripted([spelled("```python\nwhile True: pass\n```"), spelled("ab")], template=CHATML)
     _, _, (reply,) = play(tool(TIMEOUT_S=0.5), engine, chat=True)
-    text = "```output\nstopped: it ran for 0.5 s\n```"
-    assert engine.tokenizer.decode(reply) == f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert "<|im_start|>user\n```output\nstopped: it ran for 0.5 s\n```<|im_end|>" in engine.tokenizer.decode(reply)
     assert play(tool(), Scripted([spelled(texts[0], end=False)]))[2] == []  # cut off
 
 
@@ -270,8 +257,8 @@ def test_only_a_complete_block_at_the_end_of_a_message_is_a_call():
 
 
 def test_without_a_sandbox_nothing_is_asked_of_the_model():
-    with pytest.raises(RuntimeError, match="no sandbox for it here: bubblewrap is not installed"):
-        play(tool(sandbox_fault=lambda: "bubblewrap is not installed"), Scripted([]))
+    with pytest.raises(RuntimeError, match="no sandbox for it here: there is no bwrap"):
+        play(tool(sandbox_fault=lambda: "there is no bwrap"), Scripted([]))
 
 
 def test_hints_are_problems_of_their_split_whose_second_turn_can_be_known(tmp_path, monkeypatch):
@@ -294,5 +281,4 @@ def test_the_toy_learns_from_hints(job, tmp_path):
     one = job(*printed.replace("\\\\\n", " ").split())
     assert one.wait(400) == 0, one.text()
     summary = json.loads((tmp_path / "runs" / "hints" / "summary.json").read_text())
-    print(f"{summary['pass@1_before']:.3f} -> {summary['pass@1_after']:.3f} in {summary['seconds']:.0f} s")
     assert summary["pass@1_before"] < 0.3 and summary["pass@1_after"] > 0.6
