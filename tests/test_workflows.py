@@ -136,18 +136,16 @@ def test_it_goes_on_if_the_budget_has_room_for_a_token_more_and_not_otherwise(na
 
 
 def test_every_token_of_a_later_turn_has_the_version_that_made_it():
-    weights, prompts, scored = [tiny(1), tiny(2)], [(1, 2, i) for i in range(24)], []
+    weights, prompts = [tiny(1), tiny(2)], [(1, 2, i) for i in range(24)]
 
     async def run():
         engine = await make(copy.deepcopy(weights[0]), max_new_tokens=200, stop_ids=[59, 60])
-        engine.tokenizer, first_turn_over = toy.build_tokenizer(), asyncio.Event()
+        engine.tokenizer, first_turn_over = toy.build_tokenizer(), asyncio.Barrier(len(prompts) + 1)
         spy = Watched(engine)
 
         async def score(problem, response):
-            scored.append(response)
-            if len(scored) == len(prompts):
-                first_turn_over.set()
-            await first_turn_over.wait()
+            if len(spy.seen) <= len(prompts):
+                await first_turn_over.wait()
             return 0.0
 
         await update(engine, 0, weights[0])
@@ -162,8 +160,7 @@ def test_every_token_of_a_later_turn_has_the_version_that_made_it():
     for one, prompt in zip(trajectories, prompts, strict=True):
         assert between(one, prompt, spy) in ([], [[14, 15]])
         by_version = [[0.0, *clean(model, one.tokens.tolist()).tolist()] for model in weights] + [[0.0] * 999]
-        want = [by_version[version][i] for i, version in enumerate(one.versions)]
-        assert one.logprobs.tolist() == pytest.approx(want, abs=1e-4)
+        assert one.logprobs.tolist() == pytest.approx([by_version[v][i] for i, v in enumerate(one.versions)], abs=1e-4)
     assert sum(len(context) > 3 and set(answer.versions) == {0, 1} for context, _, answer in spy.seen) >= 4
 
 
@@ -215,9 +212,9 @@ def sampled(spoil=lambda pair: None):
 
 
 def test_several_trajectories_of_one_run_are_all_trained_and_counted():
-    group = sampled(lambda pair: setattr(pair[0], "score", 0.25))
+    group = sampled(lambda pair: (setattr(pair[0], "score", float("nan")), setattr(pair[1], "score", 0.25)))
     assert [(one.ticket, one.index) for one in group.trajectories] == [(7, 0), (7, 1), (7, 2), (7, 3)]
-    assert sorted(one.reward for one in group.trajectories) == [0, 1, 1, 1]
+    assert [(one.reward, one.score) for one in group.trajectories] == [(1, 1), (1, 0.25), (0, 0), (1, 0.25)]
     assert group.verdicts == {"right": 3, "wrong": 1}
 
 
@@ -237,11 +234,10 @@ def test_what_could_not_be_trained_is_refused(spoil, sentence):
 def test_what_a_program_prints_or_raises_is_the_next_message_up_to_a_limit_of_calls():
     programs = ["print(6 * 7)", "x = 1\nx / 0", "def", "x = 1", "print('ab' * 50)", "print(7)", "print(8)"]
     texts = [f"ab\n```python\n{program}\n```" for program in programs]
-    engine = Scripted([*map(spelled, texts)])
-    one, said, replies = play(tool(MAX_CALLS=5, CHARACTERS=80), engine, 0.5)
+    one, said, replies = play(tool(MAX_CALLS=5, CHARACTERS=80), Scripted([*map(spelled, texts)]), 0.5)
     outputs = ["42", '  File "answer.py", line 2, in <module>\nZeroDivisionError: division by zero',
                "       ^\nSyntaxError: invalid syntax", "(no output)", "ab" * 40 + "... (100 characters)"]
-    assert [engine.tokenizer.decode(reply) for reply in replies] == [f"\n```output\n{text}\n```\n" for text in outputs]
+    assert [letters().decode(reply) for reply in replies] == [f"\n```output\n{text}\n```\n" for text in outputs]
     assert said == [texts[5]] and one.reward == 0.5  # only the last message is scored, and what it calls is not run
     engine = Scripted([spelled("```python\nwhile True: pass\n```"), spelled("ab")], template=CHATML)
     _, _, (reply,) = play(tool(TIMEOUT_S=0.5), engine, chat=True)
