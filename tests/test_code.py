@@ -112,8 +112,8 @@ def test_only_the_system_and_python_are_in_sight_and_cannot_be_changed(tmp_path)
      ["", "", "1"]),
     # Settings of the kernel (opened, not written); memory that counts for no process; vsock, the way out of a machine.
     ("[f for folder, _, names in os.walk('/proc/sys') for f in names if can(os.open, f'{folder}/{f}', 1)][:5]", []),
-    ("libc.unshare(0x10000000)", -1), ("libc.memfd_create(b'x', 0)", -1),
-    ("libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600)", -1), ("can(socket.socket, 40, 1)", False),
+    ("[libc.unshare(1 << 28), libc.syscall(56 if os.uname().machine == 'x86_64' else 220, 1 << 28 | 17, 0, 0, 0, 0), "
+     "libc.memfd_create(b'', 0), libc.shmget(0, ctypes.c_size_t(9), 896), can(socket.socket, 40, 1)]", [-1] * 4 + [0]),
 ])  # fmt: skip
 def test_a_program_has_nothing_of_the_grader_and_no_way_round_its_bounds(tmp_path, monkeypatch, look, found):
     monkeypatch.setenv("SECRET", "boba_secret")
