@@ -302,7 +302,7 @@ def user_turn(tokenizer, says: str, chat: bool, last: int) -> list[int]:
     mark = "@ANSWER@"
     messages = [{"role": role, "content": text} for role, text in (("user", "?"), ("assistant", mark), ("user", says))]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(whole.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(whole.partition(mark)[2], add_special_tokens=False)["input_ids"]
     return ids[1:] if ids[:1] == [last] else ids  # the template closes the answer, the model may have done so itself
 
 

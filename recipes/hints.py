@@ -14,8 +14,9 @@ learns to count there as well, since it makes fewer mistakes after an answer tha
         --workflow multi_turn --turns 2 --turn_discount 0.9 --max_new_tokens 96 \\
         --groups 16 --steps 70 --lr 3e-4 --filter_lower 0.1
 
-At first one answer in 40 is right, so groups without a right one are not trained (`--filter_lower`). Left out: hints
-for a third try, and problems whose first answer could be right.
+At first 2 to 20 % of the answers are right, depending on the seed, so groups without a right one are not trained
+(`--filter_lower`). pass@1 ends at about 0.8 or more, after two minutes on two cores. Left out: hints for a third try,
+and problems whose first answer could be right.
 """
 
 import argparse
