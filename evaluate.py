@@ -254,7 +254,13 @@ class Records:
 
 def open_tokenizer(cfg):
     try:
-        return toy.open_tokenizer(cfg)
+        tokenizer, config = toy.load_tokenizer(cfg.model), toy.load_config(cfg.model).get_text_config()
+        longest, most = cfg.max_prompt_tokens + cfg.max_new_tokens, getattr(config, "max_position_embeddings", None)
+        if most and longest > most and cfg.objective == "rl":
+            raise ValueError(f"max_prompt_tokens + max_new_tokens = {longest}, but it was made for {most} positions")
+        if cfg.chat and not tokenizer.chat_template:
+            raise ValueError("chat=true, but its tokenizer has no chat template")
+        return tokenizer
     except (OSError, ValueError) as error:
         raise Refused(f"model={cfg.model}: {str(error).splitlines()[0]}") from error
 

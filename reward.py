@@ -1,4 +1,4 @@
-r"""Problems, and an examiner's verdict on a response: right, wrong, or why it cannot be told.
+r"""An examiner's verdict on a response: right, wrong, or why it cannot be told. Or a function's: docs/rewards.md.
 
 Mathematics: math-verify parses and compares; the rules here close its known faults. Those that people dispute:
 - The answer is the content of the last complete `\boxed{}` after the last `</think>` (of the whole text without that
@@ -21,8 +21,6 @@ last one without a mark. The sandbox runs it once for each test, and its output 
 - Lines as lines, words as words, blanks and blank lines around them aside. Numbers to 1e-6: of the wanted value, or
   absolute where that is an integer or below 1. NaN equals nothing. Results of functions are compared as JSON: tuples
   are lists, True is 1. An exception, also after the output, is `crashed`; sys.exit is fine.
-
-A reward of one's own is a function "file.py:name" of `row` and `response`: docs/rewards.md.
 
     python reward.py check tests/data/math.jsonl    # examine the verifier: rows of id, response, gold, expected
     python reward.py check tests/data/code.jsonl    # ... or of id, response, tests, expected
@@ -406,7 +404,7 @@ def judge(response: str = "", tests: dict | None = None, limits: tuple = (), sol
     if tests is not None:
         return code_verdict(response, tests, *limits)
     try:
-        _ = keys and [parse(answer_key(solution)) for solution in solutions]
+        [parse(answer_key(solution)) for solution in solutions if keys]
     except (ValueError, RecursionError) as error:
         return f"an answer key cannot be parsed: {error}"
     return math_verdict(response, tuple(solutions))
@@ -425,7 +423,7 @@ class Scorer:
     async def score(self, problem, response: str) -> tuple[float, Verdict]:
         """(reward, verdict) of a response to a `packing.Problem`; the reward is 1, 0 or what one's function returned.
         ScorerError when the pool is broken, for a key that cannot be parsed, or when that function failed."""
-        verdict, request, deadline_s = None, {"solutions": problem.solutions, "response": response}, None
+        verdict, request = None, {"solutions": problem.solutions, "response": response}
         if self.reward:
             reply = await self._call({"row": problem.row, "response": response})
             value = reply.get("value", 0.0)
@@ -434,21 +432,23 @@ class Scorer:
             return float(value), Verdict.TIMEOUT if "timeout" in reply else Verdict.SCORED
         if problem.tests is not None:
             request = {"tests": problem.tests, "response": response, "limits": self.limits}
-            deadline_s = self.limits[1] + 10
         elif len(response) - max(0, response.rfind("</think>")) <= LONGEST_INLINE:  # that may hold the answer
             with contextlib.suppress(ValueError):  # a key that load_problems would have refused: below it is an error
                 verdict = quick_verdict(response, problem.solutions)
         if verdict is None:
-            verdict = Verdict((await self._call(request, deadline_s)).get("value", Verdict.TIMEOUT))
+            verdict = Verdict((await self._call(request, _deadline(request))).get("value", Verdict.TIMEOUT))
         return float(verdict == Verdict.RIGHT), verdict
+
+
+def _deadline(request: dict) -> float | None:  # seconds; None: the pool's own
+    return request["limits"][1] + 10 if "limits" in request else None
 
 
 def examine(requests: list[dict], workers: int, deadline_s: float) -> list[str]:
     """The results of `judge`, from a pool that is gone on return."""
 
     async def every() -> list[dict]:
-        limits = [request["limits"][1] + 10 if "limits" in request else deadline_s for request in requests]
-        return await asyncio.gather(*map(pool.call, requests, limits))
+        return await asyncio.gather(*map(pool.call, requests, map(_deadline, requests)))
 
     with contextlib.closing(Pool(JUDGE, workers, deadline_s)) as pool:
         return [reply.get("value", Verdict.TIMEOUT) for reply in asyncio.run(every())]
@@ -456,11 +456,11 @@ def examine(requests: list[dict], workers: int, deadline_s: float) -> list[str]:
 
 def need_sandbox(unsafe: bool) -> None:
     """Before programs are run: ValueError in a sentence if this machine has no sandbox; a loud box with `unsafe`."""
+    if fault := "" if unsafe else sandbox_fault():
+        raise ValueError(f"programs cannot be judged here: {fault}; --unsafe_code runs them without a sandbox")
     if unsafe and os.environ.get("RANK", "0") == "0":
         text = "UNSAFE CODE: programs written by a model run here with your rights, your files, your network"
         print(f"{'#' * 100}\n##  {text}  ##\n{'#' * 100}", flush=True)
-    elif not unsafe and (fault := sandbox_fault()):
-        raise ValueError(f"programs cannot be judged here: {fault}; --unsafe_code runs them without a sandbox")
 
 
 def check(path: str, workers: int, deadline_s: float, unsafe: bool) -> int:

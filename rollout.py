@@ -277,18 +277,17 @@ async def multi_turn(problem: Problem, engine, score: Score, *, turns: int, disc
     the model's tokens are trained, all under that reward. It ends early where the budget of the prompt is used up."""
     trajectory = Trajectory(ticket=-1, index=-1)
     trajectory.append(problem.prompt_ids)
-    hints = problem.row.get("hints", [])
+    hints, longest = problem.row.get("hints", []), len(problem.prompt_ids) + engine.max_new_tokens
     for turn in range(turns):
-        context = trajectory.tokens.tolist()
-        answer = await engine.generate(context, engine.max_new_tokens - (len(context) - len(problem.prompt_ids)))
+        answer = await engine.generate(trajectory.tokens.tolist(), longest - len(trajectory.tokens))
         trajectory.append(answer.tokens, answer.logprobs, answer.versions)
         trajectory.finish_reason = answer.finish_reason
         trajectory.score = await score(problem, engine.tokenizer.decode(answer.tokens, skip_special_tokens=True))
         trajectory.reward = trajectory.score * discount**turn
-        says = hints[turn] if turn < len(hints) else RETRY
-        reply = user_turn(engine.tokenizer, says, chat, answer.tokens[-1]) if turn + 1 < turns else []
-        full = len(trajectory.tokens) + len(reply) - len(problem.prompt_ids) >= engine.max_new_tokens
-        if trajectory.score >= 1 or not reply or full or answer.finish_reason != "stop":
+        if trajectory.score >= 1 or turn + 1 == turns or answer.finish_reason != "stop":
+            break
+        reply = user_turn(engine.tokenizer, hints[turn] if turn < len(hints) else RETRY, chat, answer.tokens[-1])
+        if not reply or len(trajectory.tokens) + len(reply) >= longest:
             break
         trajectory.append(reply)
     return [trajectory]

@@ -1,11 +1,11 @@
 """Work that may hang, die or do harm, in processes that can be killed: a pool of workers, servers, foreign programs.
 
-`Pool` runs one function, named "file.py:name", on requests that may never end. Who asks holds sockets, GPU state and
-threads and must neither fork nor be imported again. So a pool is one child process, which forks the workers. `call`
-waits for a reply until two deadlines and 30 s have brought no news (PoolError); the child kills a worker at a request's
-deadline, and ends with its stdin and with its parent; workers end with the child. A request whose worker died by itself
-is tried once more; a second death, or an error of the function, breaks the whole pool: it must stop a run and never
-look like a result. Workers run code that is trusted but may take for ever.
+`Pool` runs one trusted function, named "file.py:name", on requests that may never end. Who asks holds sockets, GPU
+state and threads and must neither fork nor be imported again. So a pool is one child process, which forks the workers.
+`call` waits for a reply until two deadlines and 30 s have brought no news (PoolError); the child kills a worker at a
+request's deadline, and ends with its stdin and with its parent; workers end with the child. A request whose worker died
+by itself is tried once more; a second death, or an error of the function, breaks the pool: it must stop a run, not be a
+result.
 
 `Server` is a process that listens (SGLang), with all that it starts. It dies with the thread that made it, also when
 that is killed; who asks it for something has a deadline of its own.
@@ -29,6 +29,7 @@ import re
 import resource
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -264,11 +265,9 @@ class Pool:
         self._break(f"its process ended with status {self._child.wait()}")
 
 
-# The child. It has one thread, so a fork is safe; a worker that ends, idle or busy, is replaced at once.
-
-
 def serve(function: str, count: int, parent: int) -> None:
-    """The child of a Pool: answer requests on stdin until it ends."""
+    """The child of a Pool: answer requests on stdin until it ends. It has one thread, so a fork is safe; a worker that
+    ends, idle or busy, is replaced at once."""
     die_with_parent(parent)
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -396,8 +395,7 @@ class SandboxError(RuntimeError):
     """No sandbox could be made, so nothing is known about the program."""
 
 
-# What a program left. `outcome`: "" (it ended by itself, without an error), syntax, error, timeout or limit (memory of
-# all, output); `output`: bytes of standard output, or a function's result; `errors`: the end of standard error, text.
+# What a program left. outcome: "" (no error), syntax, error, timeout, limit; output: bytes; errors: the end of stderr.
 Ran = collections.namedtuple("Ran", "outcome output errors", defaults=(b"", ""))
 
 
@@ -416,6 +414,7 @@ def _bubble() -> list[str]:
             "--chdir", "/tmp"]  # fmt: skip
 
 
+@functools.cache
 def _rules() -> bytes:
     """A seccomp program. Refused is what no namespace and no limit binds: memory that no process is seen to hold
     (memfd, System V, io_uring), new user namespaces, all sockets but UNIX, INET, INET6, NETLINK (vsock gets out)."""
@@ -435,7 +434,7 @@ def _rules() -> bytes:
 @functools.cache
 def sandbox_fault() -> str:
     """Why this machine cannot run programs in a sandbox, "" if it can."""
-    if not any(os.access(os.path.join(folder, "bwrap"), os.X_OK) for folder in os.get_exec_path()):
+    if not shutil.which("bwrap"):
         return "bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
     try:
         return "" if run_program("print(6 * 7)", timeout_s=30).output == b"42\n" else "bubblewrap runs no Python here"
@@ -458,16 +457,18 @@ def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s:
     with contextlib.ExitStack() as stack:
         given, output, errors, status, rules = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
         [os.fchmod(file.fileno(), 0o666) for file in (given, output, errors)]  # for open("/dev/stdin")
-        _ = given.write(stdin.encode(errors="replace")), given.seek(0)
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
+        folder, kept = "/", ()
         if unsafe:
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         else:
-            _ = rules.write(_rules()), rules.seek(0)
-            tell = ["--json-status-fd", str(status.fileno()), "--seccomp", str(rules.fileno())]
-            command = [*_bubble(), *tell, "--", *command]
-        process = subprocess.Popen(command, stdin=given, stdout=output, stderr=errors, cwd=scratch if unsafe else "/",
-                                   pass_fds=() if unsafe else (status.fileno(), rules.fileno()), env=environment,
-                                   start_new_session=True)
+            rules.write(_rules())
+            rules.seek(0)
+            kept = (status.fileno(), rules.fileno())
+            command = [*_bubble(), "--json-status-fd", str(kept[0]), "--seccomp", str(kept[1]), "--", *command]
+        process = subprocess.Popen(command, stdin=given, stdout=output, stderr=errors, cwd=folder, env=environment,
+                                   pass_fds=kept, start_new_session=True)
         deadline, pause, outcome = time.monotonic() + timeout_s, 0.002, ""
         try:
             while process.poll() is None and not outcome:
@@ -489,8 +490,8 @@ def run_program(program: str, stdin: str = "", *, function: str = "", timeout_s:
         _, _, said = output.seek(0), status.seek(0), errors.read().decode(errors="replace")
         if not unsafe and not outcome and b"exit-code" not in status.read():
             raise SandboxError(f"bubblewrap cannot make a sandbox here: {said.strip() or 'it was killed'}")
-        outcome = outcome or {0: "", 3: "syntax"}.get(process.returncode, "error")
-        return Ran(outcome, output.read(output_bytes), said)
+        ended = {0: "", 3: "syntax"}.get(process.returncode, "error")
+        return Ran(outcome or ended, output.read(output_bytes), said)
 
 
 if __name__ == "__main__" and sys.argv[1] == "serve":

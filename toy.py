@@ -291,17 +291,6 @@ def load_tokenizer(model: str):
     return build_tokenizer() if model == "toy" else transformers.AutoTokenizer.from_pretrained(model)
 
 
-def open_tokenizer(cfg):
-    """The tokenizer of `cfg.model`. OSError, ValueError if there is none or the settings do not go with the model."""
-    tokenizer, config = load_tokenizer(cfg.model), load_config(cfg.model).get_text_config()
-    longest, most = cfg.max_prompt_tokens + cfg.max_new_tokens, getattr(config, "max_position_embeddings", None)
-    if most and longest > most and cfg.objective == "rl":
-        raise ValueError(f"max_prompt_tokens + max_new_tokens = {longest}, but it was made for {most} positions")
-    if cfg.chat and not tokenizer.chat_template:
-        raise ValueError("chat=true, but its tokenizer has no chat template")
-    return tokenizer
-
-
 def empty_model(model: str, dtype: torch.dtype, seed: int):
     """The architecture alone: a generator's weights come as the first update, like any other."""
     if model == "toy":
