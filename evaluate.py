@@ -29,18 +29,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 import yaml
+from torch.distributed.checkpoint import state_dict as sd
 from tqdm import tqdm
 
 import toy
-from packing import Problem, Trajectory, batch_stats
-from ppo import training_state
+from packing import Problem, Trajectory, batch_stats, encode_problems, hold_out
+from recipes.plan import Refused, choose_engine, describe, local_file, template_text
 from reward import Verdict, examine, need_sandbox, needs_parser, read_rows, read_tests
-
-
-class Refused(ValueError):
-    """Settings, data or a run folder that cannot work; the message is one sentence for whoever typed the command."""
 
 
 def write_json(path: Path, content) -> None:
@@ -62,7 +58,8 @@ class Records:
         self.kept = {"seconds": 0.0, "rl_seconds": 0.0, "answers": 0, "rejected": 0, "max_staleness": 0,
                      "dull_steps": 0, **kept}  # fmt: skip
         self.generator_seconds: Counter = Counter()
-        self.bar = None
+        self.bar = self.board = None
+        self.start = start
         if root:
             self.metrics = folder / "metrics.jsonl"
             self._cut(self.metrics, lambda line: json.loads(line)["step"] < start)
@@ -117,6 +114,9 @@ class Records:
     def _write_row(self, row: dict) -> None:
         with open(self.metrics, "a") as file:
             file.write(json.dumps(row) + "\n")
+        for name, value in row.items() if self.board else ():
+            if type(value) in (int, float) and name != "step":
+                self.board.add_scalar(name, value, row["step"])
 
     def supervised(self, row: dict) -> None:
         """One optimiser step of objective sft."""
@@ -130,19 +130,28 @@ class Records:
         end = {"name": "end", "ph": "i", "pid": 0, "tid": 0, "ts": round(time.time() * 1e6), "s": "g"}
         self.trace.write(json.dumps(end) + "\n]\n")
         self.trace.close()
+        if self.board:
+            self.board.close()
 
-    def finish_supervised(self) -> None:
+    def finish_supervised(self, held_out_loss: float | None) -> None:
         if self.root:
             self._close_trace()
-            write_json(self.folder / "summary.json", {"steps": self.steps, "seconds": self.state()["seconds"]})
-            self.say(f"model in {self.folder / 'model'}")
+            summary = {"steps": self.steps, "seconds": self.state()["seconds"], "held_out_loss": held_out_loss,
+                       "held_out_loss_before": self.kept.get("held_out_loss_before")}  # fmt: skip
+            write_json(self.folder / "summary.json", summary)
+            self.say(f"model in {self.folder / 'model'}" + ("" if held_out_loss is None else
+                     f", held-out loss {summary['held_out_loss_before']:.4f} -> {held_out_loss:.4f}"))  # fmt: skip
 
     def open(self, cfg, me, sizes: dict) -> None:
         """config.yaml, the names of the tracks, and who is what on the terminal."""
         if self.root:
-            derived = derive(cfg, me, sizes)
+            derived = describe(cfg, me) | sizes
             text = yaml.safe_dump({**dataclasses.asdict(cfg), "derived": derived}, sort_keys=False)
             (self.folder / "config.yaml").write_text(text)
+            if cfg.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # optional, `check` saw that it is there
+
+                self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.start)
             self.name_tracks(me.trainers, me.world)
             self.say("\n".join([f"run in {self.folder}", *(f"  {k:<20} {v}" for k, v in derived.items())]))
 
@@ -258,8 +267,8 @@ def open_tokenizer(cfg):
         longest, most = cfg.max_prompt_tokens + cfg.max_new_tokens, getattr(config, "max_position_embeddings", None)
         if most and longest > most and cfg.objective == "rl":
             raise ValueError(f"max_prompt_tokens + max_new_tokens = {longest}, but it was made for {most} positions")
-        if cfg.chat and not tokenizer.chat_template:
-            raise ValueError("chat=true, but its tokenizer has no chat template")
+        if cfg.template == "chat" and not tokenizer.chat_template:
+            raise ValueError("template=chat, but its tokenizer has no chat template")
         return tokenizer
     except (OSError, ValueError) as error:
         raise Refused(f"model={cfg.model}: {str(error).splitlines()[0]}") from error
@@ -284,6 +293,8 @@ def load_problems(path: str, own_reward: bool = False) -> list[Problem]:
             task = "own"
         elif task == "code":
             tests = read_tests(row, where)
+            if str(row.get("language") or "python").lower() not in ("python", "python3"):
+                raise ValueError(f"{where}: programs are judged in Python, not in language {row['language']!r}")
             if not tests["inputs"]:
                 raise ValueError(f"{where}: a program without tests could not be judged")
         elif task in ("math", "stem"):
@@ -326,30 +337,9 @@ def _text(row: dict, field: str, where: str) -> str:
     return row[field]
 
 
-def encode_problems(problems: list[Problem], tokenizer, max_prompt_tokens: int, chat: bool) -> list[Problem]:
-    """Fill in `prompt_ids`; drop prompts longer than `max_prompt_tokens`. With `chat` the prompt is a user message
-    rendered by the tokenizer's template, otherwise it is taken verbatim (as the published data wants it)."""
-    if not problems:
-        return []
-    texts = [problem.prompt for problem in problems]
-    if chat:
-        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                               add_generation_prompt=True) for text in texts]  # fmt: skip
-    pairs = zip(problems, tokenizer(texts, add_special_tokens=not chat)["input_ids"], strict=True)
-    return [dataclasses.replace(p, prompt_ids=tuple(ids)) for p, ids in pairs if 0 < len(ids) <= max_prompt_tokens]
-
-
-def hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
-    """(train, test): about `count` problems, at most a tenth, set apart by a hash of the prompt, so that equal prompts
-    fall on one side and the split does not depend on the order of the file."""
-    marks = {problem.prompt: hashlib.sha256(problem.prompt.encode()).digest() for problem in problems}
-    chosen = set(sorted(marks.values())[: min(count, len(marks) // 10)])
-    return ([p for p in problems if marks[p.prompt] not in chosen], [p for p in problems if marks[p.prompt] in chosen])
-
-
 def _encode(cfg, tokenizer, problems: list[Problem], longest: int) -> list[Problem]:
     try:
-        return encode_problems(problems, tokenizer, longest, cfg.chat)
+        return encode_problems(problems, tokenizer, longest, template_text(cfg.template))
     except Exception as error:  # what tokenizers raise for text they have no tokens for is a bare Exception
         raise Refused(f"{cfg.data}: {cfg.model} cannot tokenise a prompt: {error}") from error
 
@@ -363,8 +353,8 @@ def load_data(cfg, tokenizer) -> tuple[list[Problem], list[Problem], str, int]:
                               for args in (("train", 1024, cfg.seed), ("test", cfg.eval_problems, 0)))  # fmt: skip
         else:
             own = bool(cfg.reward)
-            problems = load_problems(cfg.data, own)
-            test = load_problems(cfg.eval_data, own) if cfg.eval_data else []
+            problems = load_problems(local_file(cfg.data), own)
+            test = load_problems(local_file(cfg.eval_data), own) if cfg.eval_data else []
             if not test and cfg.eval_problems:
                 problems, test = hold_out(problems, cfg.eval_problems)
             if any(problem.tests for problem in problems + test):
@@ -379,57 +369,50 @@ def load_data(cfg, tokenizer) -> tuple[list[Problem], list[Problem], str, int]:
     return kept, test, hashlib.sha256(content).hexdigest()[:16], len(problems) - len(kept)
 
 
-def demonstrations(cfg, tokenizer) -> tuple[list[Trajectory], str, int]:
-    """(supervised examples, of which the answer and its end are trained; fingerprint; examples dropped as too long)."""
+def demonstrations(cfg, tokenizer) -> tuple[list[Trajectory], list[Trajectory], str, int]:
+    """(supervised examples, of which the answer and its end are trained; held-out ones; fingerprint; examples dropped
+    as too long)."""
+    warm_start = cfg.data == "toy" or cfg.objective == "rl"
     try:
-        warm_start = cfg.data == "toy" or cfg.objective == "rl"
-        rows = toy.demonstrations(16384, cfg.seed) if warm_start else load_demonstrations(cfg.data)
+        rows = toy.demonstrations(16384, cfg.seed) if warm_start else load_demonstrations(local_file(cfg.data))
+        more = load_demonstrations(local_file(cfg.eval_data)) if cfg.eval_data and not warm_start else []
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
-    problems = [Problem(str(number), prompt, (answer,)) for number, (prompt, answer) in enumerate(rows)]
+    problems, test = ([Problem(str(number), prompt, (answer,)) for number, (prompt, answer) in enumerate(pairs)]
+                      for pairs in (rows, more))  # fmt: skip
+    if cfg.objective == "sft" and not test and cfg.eval_problems:
+        problems, test = hold_out(problems, cfg.eval_problems)
+    examples, held = (_examples(cfg, tokenizer, part) for part in (problems, test[: cfg.eval_problems]))
+    if not examples:
+        raise Refused(f"{cfg.data}: every example is longer than microbatch_tokens={cfg.microbatch_tokens}")
+    content = json.dumps([example.tokens.tolist() for example in examples + held]).encode()
+    return examples, held, hashlib.sha256(content).hexdigest()[:16], len(problems) - len(examples)
+
+
+def _examples(cfg, tokenizer, problems: list[Problem]) -> list[Trajectory]:
     examples = []
+    if tokenizer.eos_token_id is None:
+        raise Refused(f"model={cfg.model}: its tokenizer has no end-of-sequence token, so no answer would learn to end")
     for problem in _encode(cfg, tokenizer, problems, cfg.microbatch_tokens):
-        ids = tokenizer(problem.solutions[0], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        try:
+            ids = tokenizer(problem.solutions[0], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        except Exception as error:  # as in _encode
+            raise Refused(f"{cfg.data}: {cfg.model} cannot tokenise an answer: {error}") from error
         example = Trajectory(ticket=0, index=len(examples))
         example.append(problem.prompt_ids)
         example.append(ids, [0.0] * len(ids), [0] * len(ids))
         if len(example.tokens) <= cfg.microbatch_tokens:
             examples.append(example)
-    if not examples:
-        raise Refused(f"{cfg.data}: every example is longer than microbatch_tokens={cfg.microbatch_tokens}")
-    content = json.dumps([example.tokens.tolist() for example in examples]).encode()
-    return examples, hashlib.sha256(content).hexdigest()[:16], len(rows) - len(examples)
+    return examples
 
 
 # -- The run's folder and its checkpoints ------------------------------------------------------------------------------
 
 
-def derive(cfg, me, sizes: dict) -> dict:
-    """What follows from the configuration: for config.yaml and the first lines on the terminal."""
-    servers, helpers = me.servers(cfg.generator_tp)
-    found = f"{torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "no GPU"
-    lines = {
-        "ranks": f"{me.world}: trainers {list(range(me.trainers))}, generators {servers}"
-                 f"{f', their tensor-parallel helpers {list(helpers)}' if helpers else ''}",
-        "device": f"{me.device.type} ({cfg.device}: {found}), compute in {me.dtype}, weights and Adam in float32",
-    }
-    if servers:
-        sequences = cfg.groups * cfg.answers
-        lines |= {
-            "engine": f"{me.engine} ({me.why}), {cfg.slots} groups in flight a generator, which an update "
-                      f"{'interrupts' if cfg.interrupt else 'waits for'}",
-            "batch": f"{cfg.groups} groups x {cfg.answers} answers = {sequences} sequences, {cfg.minibatches} "
-                     f"mini-batches of {sequences // cfg.minibatches}, micro-batches of {cfg.microbatch_tokens} tokens",
-            "staleness": f"at most {cfg.max_staleness}: {cfg.groups} x ({cfg.max_staleness} + 1) groups are started "
-                         f"before the first step is done",
-        }  # fmt: skip
-    return lines | sizes | {"torch": str(torch.__version__), "transformers": transformers.__version__}
-
-
 def warm_folder(cfg) -> Path:
     """Where the toy's warm start is kept: named by everything that it depends on."""
-    names = ("dtype", "sft_steps", "sft_tokens", "sft_lr", "seed", "beta1", "beta2", "adam_eps", "weight_decay",
-             "grad_clip")  # fmt: skip
+    names = ("dtype", "sft_steps", "sft_tokens", "sft_examples", "sft_lr", "sft_warmup", "sft_decay", "seed", "beta1",
+             "beta2", "adam_eps", "weight_decay", "grad_clip")  # fmt: skip
     content = json.dumps([getattr(cfg, n) for n in names]) + Path(toy.__file__).read_text()
     return Path(cfg.runs_dir) / f"warm-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
 
@@ -463,8 +446,23 @@ def choose_run(cfg, channel, cuda: bool) -> tuple[str, str, bool, str, str]:
     earlier = [f"boba/{attempt}/world/run" for attempt in reversed(range(channel.attempt))]  # newest first
     found = (json.loads(channel.store.get(key))[0] for key in earlier if channel.store.check([key]))
     previous = next((folder for folder in found if folder), "")  # an attempt may have died before it chose one
-    engine = toy.choose_engine(cfg.engine, cuda) if cfg.objective == "rl" else ("", "")
+    engine = choose_engine(cfg.engine, cuda) if cfg.objective == "rl" else ("", "")
     return (*choose_folder(cfg, previous), (warm_folder(cfg) / "config.json").is_file(), *engine)
+
+
+def training_state(policy, optimizer) -> dict:
+    model, optim = sd.get_state_dict(policy, optimizer)
+    return {"model": model, "optim": optim, "random": torch.get_rng_state()}
+
+
+def load_state(checkpoint: Path | None, group, policy, optimizer) -> None:
+    """Weights, Adam state and random state of a checkpoint, sharded over `group` as they are now; None leaves all."""
+    if checkpoint is None:
+        return
+    state = training_state(policy, optimizer)
+    dcp.load(state, checkpoint_id=checkpoint, process_group=group)
+    sd.set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    torch.set_rng_state(state["random"])
 
 
 def save_checkpoint(me, policy, optimizer, version: int, cfg, state: dict) -> None:

@@ -15,6 +15,7 @@ log p(token i | tokens before i), `versions[i]` the weights that produced token 
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -47,6 +48,31 @@ class Problem:
     prompt_ids: tuple[int, ...] = ()
     tests: dict | None = None  # see `reward.read_tests`
     row: dict = field(default_factory=dict, compare=False)  # as it was read, without the tests
+
+
+def encode_problems(problems: list[Problem], tokenizer, max_prompt_tokens: int, template: str = "") -> list[Problem]:
+    """Fill in `prompt_ids`; drop prompts longer than `max_prompt_tokens`. A prompt is taken verbatim (as the published
+    data wants it), put in the place of {input} of a template or, with "chat", into the tokenizer's own as a user's."""
+    if not problems:
+        return []
+    texts, chat = [problem.prompt for problem in problems], template == "chat"
+    if chat:
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                               add_generation_prompt=True) for text in texts]  # fmt: skip
+    elif template:
+        texts = [template.replace("{input}", text) for text in texts]
+    encoded, bos = tokenizer(texts, add_special_tokens=not chat)["input_ids"], tokenizer.bos_token_id
+    encoded = [ids[1:] if ids[:2] == [bos, bos] else ids for ids in encoded]  # the text had one, and got another
+    pairs = zip(problems, encoded, strict=True)
+    return [replace(p, prompt_ids=tuple(ids)) for p, ids in pairs if 0 < len(ids) <= max_prompt_tokens]
+
+
+def hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
+    """(train, test): about `count` problems, at most a tenth, set apart by a hash of the prompt, so that equal prompts
+    fall on one side and the split does not depend on the order of the file."""
+    marks = {problem.prompt: hashlib.sha256(problem.prompt.encode()).digest() for problem in problems}
+    chosen = set(sorted(marks.values())[: min(count, len(marks) // 10)])
+    return ([p for p in problems if marks[p.prompt] not in chosen], [p for p in problems if marks[p.prompt] in chosen])
 
 
 @dataclass(eq=False)
@@ -205,6 +231,13 @@ def check_request(token_ids: list[int], budget: int, vocabulary: int, longest: i
                          f"that the engine was started for (max_prompt_tokens + max_new_tokens)")  # fmt: skip
 
 
+def cache_token_bytes(config, dtype) -> int:
+    """Bytes of keys and values of one token in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
+
+
 def _check_lengths(lengths: Sequence[int], capacity: float) -> None:
     for index, length in enumerate(lengths):
         if not 0 <= length <= capacity:
@@ -240,6 +273,9 @@ def allocate(lengths: Sequence[int], capacity: float, min_groups: int = 1) -> li
             groups[chosen].append(index)
             sums[chosen] += lengths[index]
     return sorted(sorted(group) for group in groups)
+
+
+PLANNED = ("ticket", "index", "length", "loss_tokens", "reward", "head_version", "bytes")  # of headers
 
 
 @dataclass(frozen=True)
@@ -359,13 +395,13 @@ def problem_of_ticket(ticket: int, count: int, seed: int) -> int:
     return int(_epoch_order(count, seed, ticket // count)[ticket % count])
 
 
-def sft_batches(lengths: Sequence[int], tokens: int, seed: int) -> Iterator[list[int]]:
-    """Endless lists of indices, each of `tokens` tokens at most (or one longer example); every example once an epoch.
-    A function of the seed, so a resumed run skips what it has seen."""
+def sft_batches(lengths: Sequence[int], tokens: int, seed: int, examples: int = 0) -> Iterator[list[int]]:
+    """Endless lists of `examples` indices, or (0) of as many as fit into `tokens` tokens, one at least; every example
+    once an epoch. A function of the seed, so a resumed run skips what it has seen."""
     batch, size = [], 0
     for epoch in itertools.count():
         for index in _epoch_order(len(lengths), seed, epoch).tolist():
-            if batch and size + lengths[index] > tokens:
+            if batch and (len(batch) == examples if examples else size + lengths[index] > tokens):
                 yield batch
                 batch, size = [], 0
             batch.append(index)
@@ -421,6 +457,7 @@ def pass_at_1(shares: list[dict]) -> dict:
 # -- Weights, which cross ranks in flat buckets ------------------------------------------------------------------------
 
 ALIGN = 16  # bytes; keeps every tensor of a bucket viewable as 64-bit words
+BUFFERS = 3  # buckets in memory on either side: two may be on their way while a third is filled or emptied
 
 
 def manifest(named: Iterable[tuple]) -> list[list]:

@@ -310,7 +310,7 @@ def choose_workflow(cfg) -> Workflow:
     if cfg.workflow == "single_turn":
         return single_turn
     if cfg.workflow == "multi_turn":
-        return functools.partial(multi_turn, turns=cfg.turns, discount=cfg.turn_discount, chat=cfg.chat)
+        return functools.partial(multi_turn, turns=cfg.turns, discount=cfg.turn_discount, chat=cfg.template == "chat")
     workflow, _ = load_function(cfg.workflow)
     if not inspect.iscoroutinefunction(workflow):
         raise ValueError(f"workflow={cfg.workflow} must be an `async def` of (problem, engine, score)")

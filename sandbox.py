@@ -4,8 +4,7 @@
 state and threads and must neither fork nor be imported again. So a pool is one child process, which forks the workers.
 `call` waits for a reply until two deadlines and 30 s have brought no news (PoolError); the child kills a worker at a
 request's deadline, and ends with its stdin and with its parent; workers end with the child. A request whose worker died
-by itself is tried once more; a second death, or an error of the function, breaks the pool: it must stop a run, not be a
-result.
+by itself is tried once more; a second death, or an error of the function, breaks the pool: neither is a result.
 
 `Server` is a process that listens (SGLang), with all that it starts. It dies with the thread that made it, also when
 that is killed; who asks it for something has a deadline of its own.

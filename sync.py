@@ -2,13 +2,9 @@
 
 1. `StalenessQueue`, the rule that bounds staleness: no store, no thread, no clock; job and simulation drive this class.
 2. `Channel`, `Dispatcher`: the control plane on the job's own key-value store (torch's TCPStore, the one torchrun
-   already runs). Small JSON messages go through its queues, token arrays through one key per trajectory.
+   already runs). Small JSON messages go through its queues, arrays through a key per trajectory. Nothing polls.
 3. `send_weights`, `receive_weights`: flat buckets, broadcast from trainer rank 0 to every generator, or to the workers
    of every SGLang server (`join_servers`), and what is compared as the proof of arrival.
-
-Left out, and why: polling (every wait blocks in the store or on a condition), dropping of old samples (pacing makes it
-unnecessary, and dropping biases against long answers), partial restarts (one fault path: the attempt ends, torchrun
-starts the next one, which resumes), pickles (a store is no place for code).
 
 Who waits for whom, and until when; the errors name both sides, except that of a broadcast, which only gloo can word.
 
@@ -32,8 +28,11 @@ under way, so the trainer has its batch; the trainer waits for generators only b
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import socket
+import struct
 import sys
 import threading
 import time
@@ -46,7 +45,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from packing import ALIGN, bucket_numel, buckets
+from packing import ALIGN, BUFFERS, bucket_numel, buckets
 
 # -- 1. The rule -------------------------------------------------------------------------------------------------------
 
@@ -57,11 +56,7 @@ class StalenessError(RuntimeError):
 
 def admission_limit(version: int, rejected: int, *, groups: int, max_staleness: int, window: int, steps: int) -> int:
     """First ticket that may not be started yet, by a generator that has `version` loaded. `version` and `rejected` must
-    come from one record: reading them one after the other breaks the bound.
-
-    >>> admission_limit(0, 0, groups=4, max_staleness=1, window=1, steps=10)
-    8
-    """
+    come from one record: reading them one after the other breaks the bound."""
     paced = (version + max_staleness + 1) * groups + rejected - (window - 1)
     return min(paced, steps * groups + rejected)  # the last batch fills, nothing is started beyond it
 
@@ -172,18 +167,27 @@ FOREVER = 400 * 24 * 3600.0  # for threads whose wait is watched by another dead
 
 
 class Channel:
-    """One connection to the job's store, with the keys of this attempt under a prefix of their own.
-
-    A blocking `pop` holds the connection, so every thread that waits has a Channel of its own. Empty queues vanish, so
-    messages leave no key behind. A restarted attempt meets the keys of the old one (torchrun's store outlives it): the
-    prefix carries the restart count, and `sweep` deletes what is older.
-    """
+    """One connection to the job's store, with the keys of this attempt under a prefix of their own: a restarted attempt
+    meets those of the old one (torchrun's store outlives it), which `sweep` deletes. A blocking `pop` holds the
+    connection, so every thread that waits has its own. Empty queues vanish, so messages leave no key behind."""
 
     def __init__(self, timeout_s: float = 60.0):
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            self._choose_card(host, port, timeout_s)
         self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
         self.prefix = f"boba/{self.attempt}/"
+
+    @staticmethod
+    def _choose_card(host: str, port: int, timeout_s: float) -> None:
+        """Tell gloo the card that reaches the store; by itself it takes that of the host's name, often 127.0.1.1."""
+        with socket.create_connection((host, port), timeout_s) as link, socket.socket(type=socket.SOCK_DGRAM) as probe:
+            own = link.getsockname()[0].removeprefix("::ffff:")
+            for _, card in socket.if_nameindex() if not own.startswith("127.") else ():
+                with contextlib.suppress(OSError):  # of a card without an address; the number is SIOCGIFADDR
+                    if socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, struct.pack("256s", card.encode()))[20:24]) == own:
+                        os.environ["GLOO_SOCKET_IFNAME"] = card
 
     def push(self, queue: str, message: dict) -> None:
         self.store.queue_push(self.prefix + queue, json.dumps(message).encode())
@@ -230,8 +234,7 @@ class Channel:
 
 def die(role: str, rank: int, error: BaseException) -> None:
     """Print the error, rank first, and end this process at once, whatever its threads wait for; torchrun then ends the
-    others. An error that only says that a peer is gone is held back for some seconds: the peer's own, or torchrun's
-    report of its signal, is the cause and comes first (and torchrun usually ends this rank before the time is up)."""
+    others. An error that only says that a peer is gone is held back: the peer's own, or torchrun's, comes first."""
     text = f"{type(error).__name__}: {error}"
     what = text.partition("\n")[0]  # the log of a server that follows may say anything
     gone = any(words in what for words in ("Connection closed", "Connection reset", "gloo"))
@@ -252,8 +255,7 @@ class Dispatcher:
     A thread receives what generators send, also while a step is being trained, so a rejection moves the admission
     limit at once. Notices to generators: {"do": "admit", "version", "rejected", "skip"} (one record: the two numbers
     are never read apart), {"do": "update", "version"}, {"do": "evaluate", "ranks"}, {"do": "stop"}. Messages from them:
-    "ready", "group", "paused", "loaded", "evaluated", with "events" (for the trace) and "stats" (seconds, tokens).
-    """
+    "ready", "group", "paused", "loaded", "evaluated", with "events" (for the trace) and "stats" (seconds, tokens)."""
 
     def __init__(self, queue: StalenessQueue, generators: list[int], batch_timeout: float, update_timeout: float,
                  max_rejections: int, fail: Callable[[BaseException], None], interrupt: bool = True,
@@ -300,9 +302,9 @@ class Dispatcher:
                 self._check_loaded(message["version"])
 
     def _check_loaded(self, version: int) -> None:
-        """Compare what arrived with what was sent. An engine of ours says the checksum of its tensors. A server's are
-        fused and sliced: its checksum must have changed if and only if the trainer's did, must be that of the other
-        servers, and the probe must be as likely as under the trainer's weights."""
+        """Compare what arrived with what was sent: the checksum of an engine of ours. A server's tensors are fused and
+        sliced: its sum must have changed if and only if the trainer's did and be the other servers', and the probe must
+        be as likely as under the trainer's weights."""
         sent, replies = self.sums.get(version), self.replies.get(("loaded", version), {})
         for rank, reply in replies.items() if sent else ():
             wrong = f"generator rank {rank} holds other weights than the trainer at version {version}: "
@@ -389,8 +391,7 @@ class Dispatcher:
 
     def stop(self) -> None:
         self._arrived()
-        self.notify({"do": "stop"})
-        for rank in self.helpers:
+        for rank in (*self.generators, *self.helpers):
             self.out.push(f"notices/{rank}", {"do": "stop"})
 
     def evaluate(self, timeout_s: float) -> list[dict]:
@@ -419,8 +420,7 @@ def invite(servers: list[int], tp: int, backend: str) -> tuple[dist.Store, dict[
 
 
 def join_servers(store: dist.Store, invitations: dict[int, dict], timeout_s: float) -> dist.ProcessGroup:
-    """Rank 0 of that process group. Returns once all workers have joined. torch has no public way to make a group
-    beside its world: this is the one that SGLang takes on the other side."""
+    """Rank 0 of that process group, once all have joined. torch has no public way to make one beside its world."""
     place = next(iter(invitations.values()))
     group, _ = distributed_c10d._new_process_group_helper(
         place["world_size"], 0, [], dist.Backend(place["backend"]), dist.PrefixStore(place["group_name"], store),
@@ -445,56 +445,56 @@ def combine(sums: list[torch.Tensor]) -> int:
     return total
 
 
+def _flats(plan: list, dtype: torch.dtype, device: torch.device, kept: dict | None) -> list[torch.Tensor]:
+    """A flat tensor for each bucket; those BUFFERS apart share memory. On a CPU `kept` has it for the next update: new
+    memory costs more than copying. A GPU's goes back to its allocator, which lends it to training."""
+    kept, sizes = {} if kept is None or device.type != "cpu" else kept, tuple(map(bucket_numel, plan))
+    if (dtype, sizes) not in kept:
+        memory = [torch.zeros(max(sizes[k::BUFFERS]), dtype=dtype, device=device) for k in range(BUFFERS) if sizes[k:]]
+        kept[dtype, sizes] = [memory[i % BUFFERS][:size] for i, size in enumerate(sizes)]
+    return kept[dtype, sizes]
+
+
 @torch.no_grad()
 def send_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torch.dtype, device: torch.device,
-                 bucket_bytes: int, root: bool, align: int = ALIGN) -> int | None:  # fmt: skip
-    """Gather every parameter over the trainers; rank 0 (`root`) packs them into buckets of the generators' dtype and
-    broadcasts them to `group`. Every trainer rank calls it, since gathering is a collective. Returns the checksum of
-    what was sent (root) or None.
-
-    Two buffers: while one is on its way the next is filled, and none is touched before its broadcast is over.
-    """
-    plan = buckets(named, dtype, bucket_bytes, align)
-    buffers, pending, sums = [None, None], None, []
-    if root:
-        size = max(bucket_numel(bucket) for bucket in plan)
-        buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(min(2, len(plan)))]
-    for i, bucket in enumerate(plan):
-        flat = buffers[i % 2]
+                 bucket_bytes: int, root: bool, align: int = ALIGN, kept: dict | None = None):  # fmt: skip
+    """Gather every parameter over the trainers, which all call this; rank 0 (`root`) packs buckets in the generators'
+    dtype and broadcasts them to `group` while the next is gathered; no memory is touched before its broadcast is over.
+    Returns the checksum of what was sent (root) or None, once all is sent. `kept`: the caller's dict, see `_flats`."""
+    plan, pending, sums = buckets(named, dtype, bucket_bytes, align), [], []
+    for bucket, flat in zip(plan, _flats(plan, dtype, device, kept) if root else plan, strict=True):
+        if len(pending) == BUFFERS:
+            pending.pop(0).wait()  # of the bucket that had this memory
         for _, tensor, offset in bucket:
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if root:
-                part = flat[offset : offset + full.numel()]
-                part.copy_(full.reshape(-1))
-                sums.append(_word_sum(part))
-        if root:
-            if pending is not None:
-                pending.wait()
-            sent = flat[: bucket_numel(bucket)].view(torch.uint8)  # bytes, as SGLang's workers receive them
-            pending = dist.broadcast(sent, src=0, group=group, async_op=True)
-    if root:
-        pending.wait()
-        return combine(sums)
-    return None
+            if isinstance(tensor, DTensor):  # a lone trainer has all of it: no copy
+                tensor = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+            if not root:
+                continue  # it helped to gather
+            if len(bucket) == 1 and tensor.is_contiguous() and (tensor.dtype, tensor.device) == (dtype, device):
+                flat = part = tensor.view(-1)  # sent from where it is
+            else:
+                part = flat[offset : offset + tensor.numel()].copy_(tensor.reshape(-1))
+            sums.append(_word_sum(part))  # at once, while the cache has it
+        if root:  # bytes, as SGLang's workers receive them
+            pending.append(dist.broadcast(flat.view(torch.uint8), src=0, group=group, async_op=True))
+    for work in pending:
+        work.wait()
+    return combine(sums) if root else None
 
 
 @torch.no_grad()
 def receive_weights(named: list[tuple[str, torch.Tensor]], group, *, dtype: torch.dtype, device: torch.device,
-                    bucket_bytes: int) -> int:  # fmt: skip
-    """The other end: load every bucket into the generator's own tensors; returns the checksum of these tensors as
-    they are afterwards, not of the bytes that came in."""
-    plan = buckets(named, dtype, bucket_bytes)
-    size = max(bucket_numel(bucket) for bucket in plan)
-    buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(min(2, len(plan)))]
-
-    def start(i: int):
-        part = buffers[i % 2][: bucket_numel(plan[i])].view(torch.uint8)
-        return dist.broadcast(part, src=0, group=group, async_op=True)
-
-    pending = start(0)
-    for i, bucket in enumerate(plan):
-        pending.wait()
-        pending = start(i + 1) if i + 1 < len(plan) else None
-        for _, tensor, offset in bucket:
-            tensor.copy_(buffers[i % 2][offset : offset + tensor.numel()].view(tensor.shape))
-    return combine([_word_sum(tensor) for _, tensor in named])
+                    bucket_bytes: int, kept: dict | None = None) -> int:  # fmt: skip
+    """The other end: load every bucket into the generator's own tensors while the next ones arrive; returns the
+    checksum of these tensors as they are afterwards, not of the bytes that came in."""
+    plan, pending, sums = buckets(named, dtype, bucket_bytes), [], []
+    flats = _flats(plan, dtype, device, kept)
+    for i in range(len(plan) + BUFFERS):
+        if i >= BUFFERS:
+            pending.pop(0).wait()
+            for _, tensor, offset in plan[i - BUFFERS]:
+                tensor.copy_(flats[i - BUFFERS][offset : offset + tensor.numel()].view(tensor.shape))
+                sums.append(_word_sum(tensor))
+        if i < len(plan):  # its memory is free now
+            pending.append(dist.broadcast(flats[i].view(torch.uint8), src=0, group=group, async_op=True))
+    return combine(sums)

@@ -1,7 +1,7 @@
 """What makes a laptop enough: a tiny Qwen3, its tokenizer and problems, built in code, and an engine for any machine.
 
-The job needs a model that can be taught something within a minute on a laptop, without a download. This one adds two
-numbers. "a + b =" can be answered in two ways, the words of the vocabulary being whole numbers and a few signs:
+A model that can be taught something within a minute on a laptop, without a download: it adds two numbers. "a + b ="
+can be answered in two ways, the words of the vocabulary being whole numbers and a few signs:
 
     counting   3 : 14 ; 2 : 15 ; 1 : 16 ; 0 : 17 ; \\boxed{ 17 }     (b goes down to 0, a up: b steps of thinking)
     guessing   \\boxed{ 62 }                                          (any number: right about once in a hundred)
@@ -10,34 +10,42 @@ The warm start imitates demonstrations of which 30 % count and 70 % guess, so th
 Reinforcement then finds that thinking pays: as the reward rises the answers get longer. Because b follows an
 exponential law the lengths have a long tail, which is what makes generation hard to schedule at full size, too.
 
-`TransformersEngine` takes the place of SGLang (`rollout.py`) where that cannot run, for any model.
-Left out: a chat template (the prompt is the text itself), subtraction and other tasks (one story is enough), a general
-tokenizer (an unknown word is an error, not <unk>, since silently reading it as something else would hide a mistake).
+`TransformersEngine` takes the place of SGLang (`rollout.py`) where that cannot run, for any model. Left out: a chat
+template (the prompt is the text itself), other tasks (one story is enough), a general tokenizer (an unknown word is an
+error, not <unk>: reading it as something else would hide a mistake).
 
-    python toy.py                     # a few problems and demonstrations, and the number of parameters
+    python toy.py                     # a few problems and demonstrations
     pytest tests/test_toy.py
 """
 
 import asyncio
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import huggingface_hub
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 import yaml
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import distribute_tensor
 
-from packing import Generation, check_request
+from packing import Generation, buckets, cache_token_bytes, check_request
 from rollout import Gate, SGLangEngine
 from sync import receive_weights
 
@@ -80,7 +88,7 @@ def build_config() -> transformers.Qwen3Config:
 
 
 def build_model(seed: int, dtype: torch.dtype = torch.float32) -> transformers.Qwen3ForCausalLM:
-    """The untrained model. The same seed gives the same weights; the caller's random state is left as it was."""
+    """The untrained model, a function of the seed; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.Qwen3ForCausalLM(build_config())
@@ -101,12 +109,9 @@ def boxed(number: int) -> str:
 
 
 def problems(split: str, count: int, seed: int) -> list[dict]:
-    """`count` rows of the "train" or "test" split, the same in every process for the same seed.
-
-    Test problems differ from each other, so that none counts twice in pass@1. Train problems are drawn independently
-    and may repeat (of 1,000 some 620 differ): there are at most 100 pairs for a given b, so forbidding repeats would
-    use up the small b and bend their law towards the large ones. 200 test problems feel a little of that already.
-    """
+    """`count` rows of the "train" or "test" split, the same in every process for the same seed. Test problems differ:
+    none counts twice in pass@1. Train problems may repeat: there are at most 100 pairs for a given b, so forbidding
+    that would use up the small b and bend their law. 200 test problems feel a little of it already."""
     rng = random.Random(f"problems {split} {seed}")  # a string seed is hashed by sha512, not by hash()
     rows, seen = [], set()
     while len(rows) < count:
@@ -181,46 +186,6 @@ def check_settings(more: dict) -> dict:
     return plain
 
 
-def choose_engine(engine: str, cuda: bool) -> tuple[str, str]:
-    """("sglang" or "transformers", why) for the setting `engine`. ValueError if SGLang is asked for and cannot run."""
-    if engine == "transformers":
-        return engine, "asked for"
-    release, missing = sglang_release(), ""
-    version, tested = (".".join(map(str, numbers)) for numbers in (release, SGLANG_TESTED[-1]))
-    if not release:
-        missing = "SGLang is not installed, see requirements-sglang.txt"
-    elif cuda and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-        missing = "this host has fewer GPUs than ranks, and a server of SGLang needs one for itself"
-    elif not cuda and (torch.version.cuda or not importlib.util.find_spec("sgl_kernel")):  # PyPI's has those of CUDA
-        missing = f"SGLang {version} is installed, but there is no GPU and it has no CPU kernels"
-    if missing and engine == "sglang":
-        raise ValueError(f"engine=sglang cannot run here: {missing}")
-    if missing:
-        return "transformers", f"auto: {missing}"
-    untested = "" if release in SGLANG_TESTED else f"; warning: UNTESTED, the tests run {tested}"
-    return "sglang", f"{version}{untested}; {'asked for' if engine == 'sglang' else 'auto: it is installed'}"
-
-
-def check_engine(cfg, world: int, cuda: bool) -> None:
-    """ValueError, in a sentence, for settings of the engine that cannot work; `interrupt` off where SGLang cannot."""
-    tp, generators, local = cfg.generator_tp, world - cfg.trainers, int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    try:
-        more = yaml.safe_load(cfg.engine_args or "{}")
-    except yaml.YAMLError:
-        more = None
-    if not isinstance(more, dict):
-        raise ValueError(f"engine_args={cfg.engine_args!r} is no YAML mapping of names to values")
-    sglang = choose_engine(cfg.engine, cuda)[0] == "sglang"
-    if not sglang and (tp > 1 or more):
-        raise ValueError("generator_tp and engine_args are for SGLang, but the engine here would be transformers")
-    check_settings(more)
-    cfg.interrupt = cfg.interrupt and (not sglang or sglang_release() >= SESSIONS_SINCE)
-    if generators % tp:
-        raise ValueError(f"{generators} generator ranks cannot be split into servers of generator_tp={tp}")
-    if any(rank % local + tp > local for rank in range(cfg.trainers, world, tp)):
-        raise ValueError(f"generator_tp={tp}, {cfg.trainers} trainers, {local} ranks a host: a server would lie on two")
-
-
 SEGMENTS = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_", "nccl-", "cuda.shm.")  # of SGLang and its libraries
 
 
@@ -248,7 +213,7 @@ def make_engine(cfg, me, tokenizer):  # of a generator rank
     budget = {name: getattr(cfg, name) for name in names} | {"stop_ids": stop_ids(cfg.model, tokenizer)}
     if me.engine == "transformers":
         receive = functools.partial(receive_weights, group=me.weight_group, dtype=me.dtype, device=me.device,
-                                    bucket_bytes=cfg.bucket_mb << 20)  # fmt: skip
+                                    bucket_bytes=cfg.bucket_mb << 20, kept={})  # fmt: skip
         model = empty_model(cfg.model, me.dtype, cfg.seed).to(me.device)
         return TransformersEngine(model, tokenizer, **budget, batch_tokens=cfg.engine_batch or 96, seed=seed,
                                   cache_bytes=cache_bytes, timeout_s=cfg.update_timeout, receive=receive)  # fmt: skip
@@ -276,13 +241,6 @@ def make_engine(cfg, me, tokenizer):  # of a generator rank
     )  # fmt: skip
 
 
-def cache_token_bytes(config, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token in all layers."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
-
-
 def load_config(model: str):
     return build_config() if model == "toy" else transformers.AutoConfig.from_pretrained(model)
 
@@ -296,6 +254,72 @@ def empty_model(model: str, dtype: torch.dtype, seed: int):
     if model == "toy":
         return build_model(seed, dtype)
     return transformers.AutoModelForCausalLM.from_config(load_config(model), dtype=dtype)
+
+
+def materialise(policy, source: str, group, device) -> None:
+    """Give a policy that was sharded on the meta device memory and, from a folder or hub name (""
+    leaves that to a checkpoint), weights: each rank reads its own slices, the whole model is never in one process."""
+    policy.to_empty(device=device)
+    for module in policy.modules():  # what is not in files: rotary frequencies
+        if any(True for _ in module.buffers(recurse=False)):
+            policy.lm._init_weights(module)
+    if not source:
+        return
+    folder = source if os.path.isdir(source) else huggingface_hub.snapshot_download(
+        source, allow_patterns=["*.safetensors", "*.json"])  # fmt: skip
+    shards = {name.removeprefix("lm."): p.detach() for name, p in policy.named_parameters()}
+    reader = HuggingFaceStorageReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    if shards.keys() <= stored.keys():
+        for name, shard in shards.items():
+            if stored[name].size != shard.shape:
+                raise ValueError(f"has {name} as {list(stored[name].size)}, its config.json wants {list(shard.shape)}")
+        dcp.load(shards, storage_reader=reader, process_group=group)
+        return
+    print(f"{source}: its files name other tensors than the model, so each rank loads it whole", flush=True)
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, output_loading_info=True)
+    whole, info = load(source, dtype=torch.float32)
+    if info["missing_keys"]:  # transformers would make them up
+        raise ValueError(f"has no tensor {min(info['missing_keys'])}")
+    for name, value in whole.state_dict().items():
+        if (shard := shards.get(name)) is not None:
+            shard.copy_(distribute_tensor(value.to(device), shard.device_mesh, shard.placements))
+
+
+def export(folder: Path, root: bool, policy, tokenizer, dtype: torch.dtype, keep: bool = False) -> None:
+    """A Hugging Face folder in `dtype`, safetensors of 4 GiB. All trainers take part, `root` writes, one file in its
+    memory at a time; written beside, then renamed. With `keep` a folder that another job made meanwhile stays: that
+    job may be reading it."""
+    new, files, size = folder.with_name(f".{folder.name}.{os.getpid()}"), {}, 0
+    policy.reshard()  # after a forward without a backward (a probe, a held-out loss) the root's parameters are whole
+    plan = buckets([(name.removeprefix("lm."), p.detach()) for name, p in policy.named_parameters()], dtype, 4 << 30)
+    for i, bucket in enumerate(plan, 1):
+        file, tensors = f"model-{i:05}-of-{len(plan):05}.safetensors" if len(plan) > 1 else "model.safetensors", {}
+        for name, shard, _ in bucket:
+            whole = shard.full_tensor()
+            if root:
+                tensors[name] = whole.to("cpu", dtype).contiguous()
+        if root:
+            new.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, new / file, {"format": "pt"})
+            files |= dict.fromkeys(tensors, file)
+            size += sum(tensor.nbytes for tensor in tensors.values())
+    if not root:
+        return
+    if len(plan) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": files}
+        (new / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = copy.deepcopy(policy.lm.config)
+    config.dtype = dtype
+    for part in (config, policy.lm.generation_config, tokenizer):
+        part.save_pretrained(new)
+    try:
+        os.replace(new, folder)
+    except OSError:  # it exists: another job was faster with the same warm start, or an earlier attempt
+        if not keep:
+            os.replace(folder, old := new.with_name(f"{new.name}.old"))
+            os.replace(new, folder)
+        shutil.rmtree(new if keep else old)
 
 
 def stop_ids(model: str, tokenizer) -> list[int]:
@@ -468,14 +492,6 @@ class TransformersEngine:
         self.manager.stop(block=True, timeout=5, hard_stop=True)
 
 
-def main() -> None:
-    tokenizer, model = build_tokenizer(), build_model(seed=0)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
-    for row in problems("train", 3, seed=0) + problems("test", 3, seed=0):
-        print(row)
-    for prompt, answer in demonstrations(8, seed=0):
-        print(prompt, answer)
-
-
 if __name__ == "__main__":
-    main()
+    for row in [*problems("train", 3, seed=0), *problems("test", 3, seed=0), *demonstrations(8, seed=0)]:
+        print(row)

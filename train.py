@@ -4,19 +4,18 @@
     torchrun --nproc_per_node 2 train.py --resume                       # continue the newest run of that name
     torchrun --nproc_per_node 8 train.py --model MODEL --data FILE.jsonl --config my.yaml
     torchrun --nproc_per_node 2 train.py --objective sft                # supervised only, every rank trains
+    python train.py --config recipes/boba-1.5b.yaml --dry_run true      # the plan: roles, memory, steps an epoch
 
 Read it from the bottom: `train` is the life of trainer ranks and ends with the loop; `main` only hands out roles. Above
-it, in order: the configuration on one screen, what it refuses, process groups, the model, the supervised objective, and
-the start of a generator rank.
-
-Left out, and why: no Trainer class and no callbacks (the loop is short enough to edit), no gradient scaler (bfloat16
-compute over float32 weights needs none).
+it: the configuration on one screen (what it refuses: `recipes/plan.py`), process groups, the model, the supervised
+objective, the start of a generator rank. Left out: a Trainer class and callbacks (the loop is short enough to edit), a
+gradient scaler (bfloat16 compute over float32 weights needs none).
 """
 
 import asyncio
-import dataclasses
+import contextlib
+import functools
 import json
-import math
 import os
 import sys
 import time
@@ -29,16 +28,19 @@ import torch
 import torch.distributed as dist
 import transformers
 import yaml
-from transformers import AutoModelForCausalLM, GenerationConfig, HfArgumentParser
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import GenerationConfig, HfArgumentParser
 
 import evaluate
 import ppo
 import toy
 from evaluate import Records, Refused
-from packing import ALIGN, Trajectory, manifest, pack, pass_at_1, plan_step
+from packing import ALIGN, PLANNED, Trajectory, manifest, pack, pass_at_1, plan_step
+from recipes.plan import check, show
+from recipes.sft import held_out_loss, supervised
 from reward import Scorer
-from rollout import Generator, choose_workflow
-from sandbox import die_with_parent, load_function
+from rollout import Generator
+from sandbox import die_with_parent
 from sync import FOREVER, Channel, Dispatcher, StalenessError, StalenessQueue, die, invite, join_servers, send_weights
 
 
@@ -65,16 +67,18 @@ class Config:
     resume: bool = _(False, "continue the run from its newest checkpoint", free=True)
     objective: Literal["rl", "sft"] = _("rl", "rl, or sft: supervised on rows with prompt and answer, all ranks train")
     model: str = _("toy", "toy, or folder or hub name of a causal language model")
-    data: str = _("toy", "toy, or a JSONL file: prompt and solutions, answer or input_output; query_id, task")
+    data: str = _("toy", "toy, or a JSONL file, also owner/name/FILE.jsonl of the hub; its rows: README.md")
     eval_data: str = _("", "JSONL file of held-out problems; empty: set apart from data by a hash")
-    chat: bool = _(False, "render prompts with the tokenizer's chat template; false: verbatim")
+    template: str = _("", "chat: the tokenizer's, or a name in recipes/published/templates.yaml; empty: verbatim")
     seed: int = _(1, "of data order, mini-batches, sampling, toy", 0)
     steps: int = _(40, "train steps (weight versions)", 1, free=True)
     workflow: str = _("single_turn", "single_turn, multi_turn, or file.py:function of (problem, engine, score)")
     turns: int = _(3, "answers in a trajectory of multi_turn", 1)
     turn_discount: float = _(1.0, "factor of multi_turn's reward for every answer before the last; 1: none", 0, 1)
     # roles and engine
-    trainers: int = _(0, "ranks that train, the others generate; 0: half of them", 0, free=True)
+    dry_run: bool = _(False, "print the plan and load nothing", free=True)
+    ranks: int = _(2, "that a dry run plans for; torchrun says how many there are", 1, free=True)
+    trainers: int = _(0, "ranks that train, the others generate; 0: half of them, whole hosts", 0, free=True)
     engine: Literal["auto", "sglang", "transformers"] = _("auto", "auto: SGLang where it can run", free=True)
     engine_args: str = _("", "more settings of the SGLang server as YAML, '{mem-fraction-static: 0.8}'", free=True)
     generator_tp: int = _(1, "neighbouring generator ranks whose GPUs share one SGLang server; 1: none", 1, free=True)
@@ -101,9 +105,16 @@ class Config:
     reward_clip: float = _(20.0, "bound of the scaled reward", 1e-6)
     gamma: float = _(1.0, "discount per token; 1: none", 0, 1)
     lam: float = _(1.0, "lambda of GAE; 1: no bootstrap", 0, 1)
+    group_norm: Literal["none", "mean", "mean_std"] = _("none", "of rewards: less the group's mean, over its deviation")
+    batch_norm: bool = _(True, "normalise advantages over all tokens of the batch; false: as they are")
+    loss_average: Literal["token", "sequence"] = _("token", "each token weighs the same, or each answer")
     clip: float = _(0.2, "epsilon of the PPO clip", 1e-6, 0.999)
+    clip_high: float = _(0.0, "epsilon above 1; 0: the same", 0)
+    dual_clip: float = _(0.0, "c above 1: a token's loss is at most c |A|; 0: off", 0)
     decoupled: bool = _(True, "clip around the proximal policy, weigh by proximal / behaviour; false: plain PPO")
+    proximal: Literal["recompute", "interpolate"] = _("recompute", "by a forward, or between behaviour and current")
     behaviour_cap: float = _(5.0, "tokens with a larger proximal / behaviour weight are dropped; 0: none", 0)
+    early_stop: float = _(5.0, "mini-batches with a larger mean importance weight are not stepped; 0: off", 0)
     # optimiser (AdamW on float32 weights)
     lr: float = _(2e-4, "learning rate, constant after the warm-up", 1e-12)
     lr_warmup: int = _(0, "train steps of linear warm-up; 0: none", 0)
@@ -115,16 +126,23 @@ class Config:
     # supervised: objective sft, and the warm start of the toy
     sft_steps: int = _(1000, "optimiser steps", 1)
     sft_tokens: int = _(256, "packed tokens per step, over all trainers", 1)
-    sft_lr: float = _(5e-3, "peak learning rate; 20 steps up, then linear to 0", 1e-12)
+    sft_examples: int = _(0, "examples per step, whatever their length; 0: as sft_tokens says", 0)
+    sft_lr: float = _(5e-3, "peak learning rate", 1e-12)
+    sft_warmup: int = _(20, "steps of linear warm-up; 0: none", 0)
+    sft_decay: bool = _(True, "less at each step, linearly towards 0; false: constant")
     # evaluation
-    eval_problems: int = _(200, "held-out problems for pass@1 before and after; 0: none", 0)
+    eval_problems: int = _(200, "held out for pass@1 (sft: for the loss) before and after; 0: none", 0)
     eval_answers: int = _(4, "answers to each", 1)
     # device
     device: Literal["auto", "cpu", "cuda"] = _("auto", "auto: a GPU if there is one", free=True)
     dtype: Literal["auto", "float32", "bfloat16"] = _("auto", "of compute; auto: bfloat16 on a GPU, else float32")
-    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = _("sdpa", "of the trainer", free=True)
-    bucket_mb: int = _(256, "MiB per broadcast of a weight update", 1, free=True)
-    # checkpoints
+    attention: Literal["packed", "sdpa", "eager", "flex_attention", "flash_attention_2"] = _(
+        "packed", "of the trainer; packed needs no mask", free=True)  # fmt: skip
+    activation_checkpointing: bool = _(False, "compute activations again in the backward, layer by layer", free=True)
+    shard_ranks: int = _(0, "trainers that share a copy of the model, the others hold replicas; 0: all", 0, free=True)
+    bucket_mb: int = _(64, "MiB per broadcast of a weight update", 1, free=True)
+    # records and checkpoints
+    tensorboard: bool = _(False, "the rows of metrics.jsonl for TensorBoard, too", free=True)
     checkpoint_every: int = _(5, "train steps; 0: only the final model", 0, free=True)
     keep_checkpoints: int = _(2, "newest ones kept", 1, free=True)
     # scoring
@@ -170,55 +188,6 @@ def parse(argv: list[str]) -> Config:
     return cfg
 
 
-def check(cfg: Config, world: int) -> Config:
-    """Fill in what is derived from the number of ranks; refuse what contradicts itself, before anything is loaded."""
-    cfg = dataclasses.replace(cfg)
-
-    def need(condition: bool, sentence: str) -> None:
-        if not condition:
-            raise Refused(sentence)
-
-    need(cfg.device != "cuda" or torch.cuda.is_available(), "device is cuda, but torch sees no GPU here")
-    rl = cfg.objective == "rl"
-    if rl:
-        need(world >= 2, "one rank cannot both train and generate: type `torchrun --nproc_per_node 2 train.py`")
-        cfg.trainers = cfg.trainers or world // 2
-        need(1 <= cfg.trainers < world, f"trainers={cfg.trainers} of {world} ranks leaves nobody to generate")
-    else:
-        need(cfg.trainers in (0, world), f"objective sft makes all {world} ranks trainers, trainers={cfg.trainers} not")
-        cfg.trainers = world
-    for f in dataclasses.fields(cfg):
-        value, low, high = getattr(cfg, f.name), f.metadata["help"].low, f.metadata["help"].high
-        need(not isinstance(value, float) or math.isfinite(value), f"{f.name} must be a finite number, not {value}")
-        need(low is None or value >= low, f"{f.name} must be at least {low}, not {value}")
-        need(high is None or value <= high, f"{f.name} must be at most {high}, not {value}")
-    need(cfg.filter_lower < cfg.filter_upper, f"no group passes a filter from {cfg.filter_lower} to {cfg.filter_upper}")
-    longest = cfg.max_prompt_tokens + cfg.max_new_tokens
-    need(cfg.microbatch_tokens >= longest,
-         f"microbatch_tokens={cfg.microbatch_tokens} is less than the longest sequence, max_prompt_tokens + "
-         f"max_new_tokens = {longest}: such a sequence could never be trained")  # fmt: skip
-    need(cfg.minibatches <= cfg.groups * cfg.answers,
-         f"{cfg.groups} x {cfg.answers} answers cannot be split into {cfg.minibatches} mini-batches")  # fmt: skip
-    need(cfg.decoupled or cfg.max_staleness == 0,
-         f"decoupled=false with max_staleness={cfg.max_staleness} would clip around a policy that many versions "
-         f"old; only max_staleness=0 may go without")  # fmt: skip
-    need(cfg.data != "toy" or cfg.model == "toy", f"the toy's problems are in words that {cfg.model} does not know")
-    need(cfg.data != "toy" or cfg.workflow != "multi_turn", "the toy has no second try; recipes/hints.py writes one")
-    need(cfg.data != "toy" or not cfg.eval_data, "eval_data: the toy has held-out problems of its own")
-    for path in (cfg.data, cfg.eval_data):
-        need(path in ("", "toy") or Path(path).is_file(), f"data: there is no file {path}")
-    if rl:
-        try:
-            StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window)
-            toy.check_engine(cfg, world, cfg.device != "cpu" and torch.cuda.is_available())
-            choose_workflow(cfg)
-            _ = cfg.reward and load_function(cfg.reward)
-        except ValueError as error:
-            raise Refused(str(error)) from error
-        cfg.slots = cfg.slots or -(-cfg.groups * cfg.generator_tp // (world - cfg.trainers))
-    return cfg
-
-
 # -- Who am I, which model ---------------------------------------------------------------------------------------------
 
 
@@ -236,8 +205,10 @@ class Rank:
     warm: bool = False  # the toy's warm start is kept already
     engine: str = ""  # sglang or transformers,
     why: str = ""  # and why
-    backend: str = "gloo"  # between trainers, and of weights
+    backend: str = "gloo"  # between trainers,
+    weight_backend: str = "gloo"  # and between trainer 0 and generators
     trainer_group: dist.ProcessGroup = None
+    mesh: DeviceMesh = None  # of the trainers: 1-D, or replicas x shards
     weight_group: dist.ProcessGroup = None
 
     @property
@@ -249,20 +220,19 @@ class Rank:
         generators = range(self.trainers, self.world)
         return list(generators[::tp]), [rank for i, rank in enumerate(generators) if i % tp]
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=self.trainer_group)
-
     def share(self) -> dict:
-        return {"ranks": self.trainers, "all_reduce": self.sum, "device": self.device}
+        total = functools.partial(dist.all_reduce, group=self.trainer_group)
+        return {"ranks": self.trainers, "all_reduce": total, "device": self.device}
 
 
 def join(cfg: Config) -> Rank:
     """Process groups (the world is gloo, trainers and weights have NCCL where ranks have GPUs) and the run's folder."""
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if cuda else torch.float32}
-    me = Rank(rank, world, cfg.trainers, device, dtype[cfg.dtype])
+    gpus, here = torch.cuda.device_count() if cuda else 0, int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local % gpus) if cuda else torch.device("cpu")
+    dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32")
+    me = Rank(rank, world, cfg.trainers, device, dtype)
     # A store of this attempt's own: torch would use the names of the attempt before, and connect to dead ranks.
     channel = Channel(cfg.startup_timeout)
     store = dist.PrefixStore(f"{channel.prefix}world", channel.store)
@@ -273,59 +243,80 @@ def join(cfg: Config) -> Rank:
     folder, checkpoint, me.warm, me.engine, me.why = json.loads(store.get("run"))
     if not folder:
         raise Refused(checkpoint)
-    me.folder = Path(folder)
-    me.checkpoint = me.folder / "checkpoints" / checkpoint if checkpoint else None
+    me.folder, me.checkpoint = Path(folder), Path(folder, "checkpoints", checkpoint) if checkpoint else None
     if cuda and (me.role == "trainer" or me.engine == "transformers"):  # a server has its GPU for itself
         torch.cuda.set_device(device)
     if me.engine == "sglang":  # as its servers do: both sides of an NCCL group have to agree
         os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"} | os.environ
-    me.backend = "nccl" if cuda and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
-    trainers, generators = list(range(cfg.trainers)), list(range(cfg.trainers, world))
-    longest = max(cfg.startup_timeout, cfg.batch_timeout)  # the others gather while rank 0 waits for generators
-    me.trainer_group = dist.new_group(trainers, timedelta(seconds=longest), me.backend)
-    if generators and me.engine == "transformers":  # with SGLang its servers join: `push_weights`
-        me.weight_group = dist.new_group([0, *generators], timedelta(seconds=cfg.update_timeout), me.backend)
+    me.backend = "nccl" if cuda and min(cfg.trainers, here) <= gpus else "gloo"  # NCCL wants a GPU for each rank
+    me.weight_backend = "nccl" if cuda and here <= gpus else "gloo"
+    if cuda and here > gpus:
+        torch.cuda.set_per_process_memory_fraction(0.9 * gpus / here, device)
+        me.why += f"; {here} ranks share {gpus} GPU(s), each at most {0.9 * gpus / here:.0%} of one, weights over gloo"
+    longest = timedelta(seconds=max(cfg.startup_timeout, cfg.batch_timeout))  # rank 0 may wait for generators
+    me.trainer_group = dist.new_group(list(range(cfg.trainers)), longest, me.backend)
+    grid = torch.arange(cfg.trainers).view(-1, cfg.shard_ranks or cfg.trainers)  # [replicas, shards]
+    groups = [[dist.new_group(ranks, longest, me.backend) for ranks in rows.tolist()]
+              for rows in (grid.T, grid)] if len(grid) > 1 else []  # fmt: skip
+    if me.role == "trainer" and groups:
+        mine = [groups[0][rank % grid.shape[1]], groups[1][rank // grid.shape[1]]]
+        me.mesh = DeviceMesh.from_group(mine, device.type, mesh=grid, mesh_dim_names=("replicas", "shards"))
+    elif me.role == "trainer":
+        me.mesh = DeviceMesh.from_group(me.trainer_group, device.type, mesh_dim_names=("shards",))
+    if me.engine == "transformers":  # with SGLang its servers join: `push_weights`
+        ranks, limit = [0, *range(cfg.trainers, world)], timedelta(seconds=cfg.update_timeout)
+        me.weight_group = dist.new_group(ranks, limit, me.weight_backend)
     return me
 
 
 def build_policy(cfg: Config, me: Rank, source: str) -> ppo.Policy:
     """The model under FSDP2: float32 weights, gradients and Adam state, compute in `dtype`. `source` is a folder or hub
     name, or "" for an untrained one (the toy before its warm start, or a checkpoint follows)."""
-    kind = {"dtype": torch.float32, "attn_implementation": cfg.attention}
-    if source:
-        model = AutoModelForCausalLM.from_pretrained(source, **kind)
-    else:
-        model = toy.empty_model(cfg.model, torch.float32, cfg.seed)
-        model.set_attn_implementation(cfg.attention)
-        if cfg.model != "toy" and (Path(cfg.model) / "generation_config.json").is_file():  # of the exported model
-            model.generation_config = GenerationConfig.from_pretrained(cfg.model)
+    real = cfg.model == "toy" and not source
     try:
-        return ppo.shard(model.eval().to(me.device), cfg.temperature, me.trainer_group, me.device, me.dtype)
-    except ValueError as error:
+        with torch.device(me.device if real else "meta"):
+            model = toy.empty_model(cfg.model, torch.float32, cfg.seed).eval()
+        ppo.set_attention(model, cfg.attention)
+        policy = ppo.shard(model, cfg.temperature, me.mesh, me.dtype, cfg.activation_checkpointing)
+        if not real:
+            toy.materialise(policy, source, me.trainer_group, me.device)
+    except (OSError, ValueError) as error:
         raise Refused(f"{cfg.model} {error}") from error
+    if cfg.model != "toy":
+        with contextlib.suppress(OSError):  # it has none; else it goes into the exported model
+            model.generation_config = GenerationConfig.from_pretrained(cfg.model)
+    return policy
 
 
 # -- Supervised: an objective of its own, and the toy's warm start -----------------------------------------------------
 
 
-def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory], fingerprint: str, dropped: int):
+def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory], test: list[Trajectory],
+                     fingerprint: str, dropped: int) -> None:  # fmt: skip
     """`--objective sft`: every rank trains; the model ends up where reinforcement would put it."""
     state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
     records = Records(me.folder, me.rank, me.rank == 0, cfg.sft_steps, state["version"], state["records"])
-    records.open(cfg, me, {"examples": len(examples), "dropped (too long)": dropped, "data": fingerprint})
+    records.open(cfg, me, {"examples": len(examples), "dropped (too long)": dropped, "held out": len(test),
+                           "data": fingerprint})  # fmt: skip
     policy = build_policy(cfg, me, "" if cfg.model == "toy" or me.checkpoint else cfg.model)
     optimizer = ppo.build_optimizer(cfg, policy, cfg.sft_lr)
-    ppo.load_state(me.checkpoint, me.trainer_group, policy, optimizer)
+    evaluate.load_state(me.checkpoint, me.trainer_group, policy, optimizer)
+
+    def held_out() -> float | None:
+        return held_out_loss(policy, test, cfg, rank=me.rank, **me.share()) if test else None
 
     def each(done: int, row: dict) -> None:
-        records.supervised(row)
-        if cfg.checkpoint_every and done % cfg.checkpoint_every == 0 and done < cfg.sft_steps:
+        keep = cfg.checkpoint_every and done % cfg.checkpoint_every == 0
+        records.supervised(row | {"held_out_loss": held_out()} if keep or done == cfg.sft_steps else row)
+        if keep and done < cfg.sft_steps:
             kept = {"fingerprint": fingerprint, "records": records.state()}
             evaluate.save_checkpoint(me, policy, optimizer, done, cfg, kept)
 
-    ppo.supervised(policy, optimizer, examples, cfg, start=state["version"], each=each, rank=me.rank, **me.share())
-    ppo.export(me.folder / "model", me.rank == 0, policy, tokenizer)
-    records.finish_supervised()
+    if not me.checkpoint:
+        records.kept["held_out_loss_before"] = held_out()
+    supervised(policy, optimizer, examples, cfg, start=state["version"], each=each, rank=me.rank, **me.share())
+    toy.export(me.folder / "model", me.rank == 0, policy, tokenizer, me.dtype)
+    records.finish_supervised(held_out())
 
 
 # -- A generator rank --------------------------------------------------------------------------------------------------
@@ -362,11 +353,11 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
     if cfg.model == "toy" and not me.checkpoint and not me.warm:
         with phase("warm start"):
             optimizer = ppo.build_optimizer(cfg, policy, cfg.sft_lr)
-            examples, _, _ = evaluate.demonstrations(cfg, tokenizer)
-            ppo.supervised(policy, optimizer, examples, cfg, start=0, rank=me.rank, **me.share())
-            ppo.export(warm, root, policy, tokenizer, keep=True)
+            examples = evaluate.demonstrations(cfg, tokenizer)[0]
+            supervised(policy, optimizer, examples, cfg, start=0, rank=me.rank, **me.share())
+            toy.export(warm, root, policy, tokenizer, torch.float32, keep=True)
     optimizer = ppo.build_optimizer(cfg, policy, cfg.lr)
-    ppo.load_state(me.checkpoint, me.trainer_group, policy, optimizer)
+    evaluate.load_state(me.checkpoint, me.trainer_group, policy, optimizer)
 
     queue, control = StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window), Channel()
     weights = [(name.removeprefix("lm."), p) for name, p in policy.named_parameters()]
@@ -380,8 +371,8 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
                                 fail=lambda error: die(me.role, me.rank, error))  # fmt: skip
         dispatcher.gather("ready", None, cfg.startup_timeout)
 
-    sglang, dtype = me.engine == "sglang", str(me.dtype).removeprefix("torch.")
-    store, invitations = invite(servers, cfg.generator_tp, me.backend) if root and sglang else (None, {})
+    sglang, dtype, buffers = me.engine == "sglang", str(me.dtype).removeprefix("torch."), {}
+    store, invitations = invite(servers, cfg.generator_tp, me.weight_backend) if root and sglang else (None, {})
     first = {"manifest": manifest(weights), "probe": probe, "dtype": dtype, "bucket_bytes": cfg.bucket_mb << 20,
              "join": invitations}  # fmt: skip
 
@@ -391,7 +382,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
                 dispatcher.begin_update(version, first)
                 if sglang and me.weight_group is None:
                     me.weight_group = join_servers(store, invitations, cfg.update_timeout)
-            checksum = send_weights(weights, me.weight_group, dtype=me.dtype, device=me.device, root=root,
+            checksum = send_weights(weights, me.weight_group, dtype=me.dtype, device=me.device, root=root, kept=buffers,
                                     bucket_bytes=cfg.bucket_mb << 20, align=me.dtype.itemsize if sglang else ALIGN)
             told = ppo.probe(policy, probe, me.device) if sglang else None
             if root:
@@ -410,17 +401,20 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
             if root:
                 groups, depth = dispatcher.next_batch()
                 headers = [header for group in groups for header in group["trajectories"]]
+                told = [[header[name] for name in PLANNED] for header in headers]
                 for rank in range(1, me.trainers):
-                    control.push(f"plans/{rank}", {"step": step, "headers": headers})
+                    control.push(f"plans/{rank}", {"step": step, "headers": told})
             else:
                 who = f"trainer rank {me.rank} waited for the plan of step {step} from trainer rank 0"
-                headers = control.pop(f"plans/{me.rank}", 2 * cfg.batch_timeout, who)["headers"]
+                told = control.pop(f"plans/{me.rank}", 2 * cfg.batch_timeout, who)["headers"]
+                headers = [dict(zip(PLANNED, values, strict=True)) for values in told]
         for header in headers:
             if step - header["head_version"] > cfg.max_staleness:
                 raise StalenessError(f"step {step}: trajectory {header['index']} of ticket {header['ticket']} began at "
                                      f"version {header['head_version']}, above max_staleness={cfg.max_staleness}")
-        plan = plan_step([h["length"] for h in headers], [h["loss_tokens"] for h in headers], seed=cfg.seed, step=step,
-                         ranks=me.trainers, minibatches=cfg.minibatches, capacity=cfg.microbatch_tokens)  # fmt: skip
+        weights_of = [h["loss_tokens"] if cfg.loss_average == "token" else 1 for h in headers]
+        plan = plan_step([h["length"] for h in headers], weights_of, seed=cfg.seed, step=step, ranks=me.trainers,
+                         minibatches=cfg.minibatches, capacity=cfg.microbatch_tokens)  # fmt: skip
         with phase("fetch"):
             mine = {i for mini in plan for micro in mini.micro[me.rank] for i in micro}
             keys = {i: f"trajectory/{headers[i]['ticket']}/{headers[i]['index']}" for i in mine}
@@ -428,9 +422,10 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
         lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.lr_warmup))
         for group in optimizer.param_groups:
             group["lr"] = lr
+        rewards = ppo.shaped_rewards(cfg, [h["reward"] for h in headers], [h["ticket"] for h in headers])
         minibatches = [
             (mini.denominator, [pack([held[i] for i in micro]) for micro in mini.micro[me.rank]],
-             [[ppo.scaled_reward(cfg, held[i].reward) for i in micro] for micro in mini.micro[me.rank]])
+             [[rewards[i] for i in micro] for micro in mini.micro[me.rank]])
             for mini in plan
         ]  # fmt: skip
         stats = ppo.ppo_step(policy, optimizer, minibatches, cfg, version=step, phase=phase, **me.share())
@@ -447,7 +442,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
 
     if root:
         records.trained()
-    ppo.export(me.folder / "model", root, policy, tokenizer)
+    toy.export(me.folder / "model", root, policy, tokenizer, me.dtype)
     if root:
         after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
         dispatcher.stop()
@@ -457,7 +452,12 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
 def main(argv: list[str] | None = None) -> None:
     rank, world, role = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), "trainer"
     try:
-        cfg = check(parse(sys.argv[1:] if argv is None else argv), world)
+        cfg = parse(sys.argv[1:] if argv is None else argv)
+        if cfg.dry_run:
+            cfg.ranks = world if "RANK" in os.environ else cfg.ranks
+            cfg = check(cfg, cfg.ranks)
+            return rank or print(show(cfg, functools.partial(Rank, 0, cfg.ranks, cfg.trainers)))
+        cfg = check(cfg, world)
         if "RANK" not in os.environ:
             raise Refused(f"the job is started by torchrun: type `torchrun --nproc_per_node {max(2, world)} train.py`")
         die_with_parent()  # torchrun does not end the ranks when it is killed itself
@@ -483,7 +483,7 @@ def main(argv: list[str] | None = None) -> None:
                 probe = [token for problem in problems[:8] for token in problem.prompt_ids] * 2  # two at least
                 train(cfg, me, tokenizer, bool(test), fingerprint, {**sizes, "data": fingerprint},
                       probe[: min(64, cfg.max_prompt_tokens + cfg.max_new_tokens)])  # fmt: skip
-        if me.engine != "sglang" or me.backend != "nccl":  # whose end takes all of the group, and servers are killed
+        if me.engine != "sglang" or me.weight_backend != "nccl":  # its end takes the whole group
             dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(0)  # a thread that still waits in the store would abort the interpreter's own end

@@ -4,7 +4,7 @@ A message of the model that ends with a fenced block, marked python, is a call: 
 printed is the next message, and the model goes on. Any other message is the final answer, which `score` judges. All
 is one trajectory; the output is context like the prompt, only the model's own tokens are trained.
 
-    torchrun --nproc_per_node 8 train.py --workflow recipes/tool_use.py:tool_use --chat true \\
+    torchrun --nproc_per_node 8 train.py --workflow recipes/tool_use.py:tool_use --template chat \\
         --model Qwen/Qwen3-1.7B --data problems.jsonl \\
         --max_prompt_tokens 1024 --max_new_tokens 8192 --microbatch_tokens 16384 --lr 1e-6
 

@@ -67,6 +67,7 @@ def test_defaults_and_verdicts_are_those_of_the_code():
     assert set(re.findall("`([a-z_]+)`", verdicts)) == set(Verdict)
 
 
+@pytest.mark.slow
 def test_a_job_trains_the_printed_reward_in_the_printed_workflow(printed, job, warm_runs):
     (printed / "near.py").open("a").write("def near(row, response, near=near):\n    value = near(row, response)\n"
                                           "    open('log', 'a').write(f'{value}\\n')\n    return value\n")  # fmt: skip
@@ -98,7 +99,8 @@ def test_links_files_and_flags_that_a_page_names_exist(page):
     names -= {"file.py", *re.findall(r"file:? `?([\w.]+\.\w+)", text)}  # and what a page prints
     assert [name for name in names if not (page.parent / name).exists() and not (ROOT / name).exists()] == []
     options = re.findall(r'add_argument\(\s*"--([\w-]+)', "".join(script.read_text() for script in ROOT.glob("*.py")))
-    others = "config nproc_per_node nnodes rdzv_backend rdzv_endpoint max-restarts no-deps".split()  # torchrun's, pip's
+    others = "config nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv-conf local-addr max-restarts no-deps"
+    others = others.split()  # torchrun's, pip's
     assert set(re.findall(r"(?<![\w-])--([A-Za-z][\w-]*)", text)) <= {*vars(train.Config()), *options, *others}
 
 

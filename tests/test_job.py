@@ -109,6 +109,7 @@ def straight(job, runs: Path, script: Path) -> list[dict]:
     return rows(runs / "straight")
 
 
+@pytest.mark.slow
 def test_a_job_killed_whole_resumes_on_the_same_problems(job, tmp_path, warm_runs):
     settings = [*REJECTING, "--steps", 6, "--runs_dir", warm_runs]
     script = patched(tmp_path, THIRDS)
@@ -235,7 +236,7 @@ sync.StalenessQueue.take = take
 
 
 @pytest.mark.parametrize("staleness, window, dtype, interrupt", [
-    (0, 1, "float32", "true"),
+    pytest.param(0, 1, "float32", "true", marks=pytest.mark.slow),
     pytest.param(4, 9, "bfloat16", "true", marks=pytest.mark.slow),
     pytest.param(2, 1, "float32", "false", marks=pytest.mark.slow),
 ])
@@ -252,6 +253,20 @@ def test_synchronous_windowed_bfloat16_and_patient_are_the_same_code(job, tmp_pa
     if interrupt == "false":  # every answer is of one version
         assert all(row["head_staleness"] == row["tail_staleness"] for row in table)
         assert max(row["staleness_max"] for row in table) > 0
+
+
+# Tickets 5 to 15 are rejected: at eta = 0 the trainer waits with one group of its batch through eleven in a row.
+DROUGHT = THIRDS.replace("ticket % 3 == 0 or one.index % 2", "5 <= ticket < 16 or one.index % 2")
+
+
+def test_everything_rejected_for_a_while_neither_stalls_nor_trains_an_empty_batch(job, tmp_path, warm_runs):
+    one = job(*SMALL, "--max_staleness", 0, "--filter_lower", 0.05, "--filter_upper", 0.95, "--eval_problems", 0,
+              "--runs_dir", warm_runs, "--run_name", "drought", script=patched(tmp_path, DROUGHT))  # fmt: skip
+    assert one.wait() == 0, one.text()
+    table = rows(warm_runs / "drought")
+    assert [row["answers"] for row in table] == [16] * 4 and all(row["loss_tokens"] > 0 for row in table)
+    assert [row["tickets"] for row in table] == [[0, 3], [4, 18], [19, 22], [23, 26]]
+    assert table[-1]["rejected_groups"] == 11 and {row["staleness_max"] for row in table} == {0}
 
 
 def test_a_filter_that_nothing_passes_stops_the_run_with_the_pass_rate(job, tmp_path, warm_runs):

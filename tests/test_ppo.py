@@ -5,10 +5,12 @@
 """
 
 import doctest
+import math
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 import ppo
 import toy
-from packing import pack
+import train
+from packing import Trajectory, pack
 from ppo import gae, normalise, policy_loss, scale_loss, token_logprobs
 
 torch.set_num_threads(1)
@@ -51,30 +54,27 @@ def test_examples_in_docstrings():
     assert doctest.testmod(ppo).failed == 0
 
 
-def plain_gae(rewards, mask, starts, values, gamma, lam):
+def plain_gae(rewards, mask, starts, gamma, lam):
     result = [0.0] * len(mask)
     for reward, start, end in zip(rewards, starts[:-1], starts[1:], strict=True):
-        carry = next_value = 0.0
+        carry = 0.0
         for i in reversed([i for i in range(start, end) if mask[i]]):
-            delta = reward + gamma * next_value - values[i]
-            carry = result[i] = delta + gamma * lam * carry
-            next_value, reward = values[i], 0.0
+            carry = result[i] = reward + gamma * lam * carry  # delta is the reward: all values are 0
+            reward = 0.0
     return torch.tensor(result, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 1.0), (1.0, 0.8), (0.9, 0.5)])
-@pytest.mark.parametrize("critic", [False, True])
-def test_gae_equals_the_recursion(gamma, lam, critic):
+def test_gae_equals_the_recursion(gamma, lam):
     rng = np.random.default_rng(0)
     starts = np.array([0, 7, 8, 8, 30, 41])  # one of a single token, one empty, one without generated tokens
     mask = torch.tensor(rng.random(44) < 0.6)
     mask[starts[:-1]] = mask[30:] = False
     mask[31:38:2] = True  # many turns
-    rewards, values = rng.normal(size=5).tolist(), rng.normal(size=44).tolist()
-    values[32] = NAN  # not a loss token
-    got = gae(rewards, mask, starts, values if critic else None, gamma, lam)
+    rewards = rng.normal(size=5).tolist()
+    got = gae(rewards, mask, starts, gamma, lam)
     assert got.dtype == torch.float64
-    want = plain_gae(rewards, mask, starts, values if critic else [0.0] * 44, gamma, lam)
+    want = plain_gae(rewards, mask, starts, gamma, lam)
     assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -302,8 +302,94 @@ def test_token_logprobs_never_hold_the_whole_matrix():
 
 
 def test_rewards_are_scaled_and_clipped():
-    cfg = SimpleNamespace(reward_bias=-0.5, reward_scaling=10.0, reward_clip=20.0)
-    assert [ppo.scaled_reward(cfg, r) for r in (-9.0, 0.0, 0.5, 1.0, 9.0)] == [-20, -5, 0, 5, 20]
+    cfg = SimpleNamespace(reward_bias=-0.5, reward_scaling=10.0, reward_clip=20.0, group_norm="none")
+    assert ppo.shaped_rewards(cfg, [-9.0, 0.0, 0.5, 1.0, 9.0], [0, 0, 1, 1, 1]) == [-20, -5, 0, 5, 20]
+
+
+@pytest.mark.parametrize("norm, want", [
+    ("mean", [7.5, -2.5, -2.5, -2.5, 5.0, -5.0, 0.0, 0.0, 0.0]),
+    # deviations: of (5, -5, -5, -5) 4.330127, of (5, -5) 5; a group of equal rewards is 0 and not rounding over 1e-5
+    ("mean_std", [1.7320468, -0.5773489, -0.5773489, -0.5773489, 0.999998, -0.999998, 0.0, 0.0, 0.0]),
+])
+def test_rewards_less_the_mean_of_their_group_wherever_its_answers_stand(norm, want):
+    cfg = SimpleNamespace(reward_bias=-0.5, reward_scaling=10.0, reward_clip=20.0, group_norm=norm)
+    rewards, tickets = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.1, 0.1, 0.1], [4, 4, 4, 4, 9, 9, 2, 2, 2]
+    assert ppo.shaped_rewards(cfg, rewards, tickets) == pytest.approx(want, abs=1e-6)
+    order = [8, 4, 0, 3, 7, 1, 5, 6, 2]
+    mixed = ppo.shaped_rewards(cfg, [rewards[i] for i in order], [tickets[i] for i in order])
+    assert mixed == pytest.approx([want[i] for i in order], abs=1e-6)
+
+
+def test_interpolated_golden_values():
+    # alpha for (version trained + 1, version sampled) = (5, 4), (5, 3), (5, 1): 0, 0.5, 0.75
+    current, behaviour = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True), torch.tensor([-2.0, -2.0, -2.0])
+    proximal = ppo.interpolated(current, behaviour, torch.tensor([4, 3, 1]), version=4)
+    assert proximal.tolist() == [-2.0, -1.5, -1.25] and not proximal.requires_grad
+
+
+def test_the_clip_may_be_wider_above():
+    options = dict(advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]), mask=ALL[:4], clip=0.2, behaviour_cap=None)
+    ratio, flat = torch.tensor([1.25, 1.5, 0.7, 1.5]).log(), torch.zeros(4)
+    loss, stats = policy_loss(ratio, flat, flat, clip_high=0.28, **options)
+    assert loss.tolist() == pytest.approx([-1.25, -1.28, 0.8, 1.5]) and stats["clipped"] == 2
+    assert policy_loss(ratio, flat, flat, **options)[0].tolist() == pytest.approx([-1.2, -1.2, 0.8, 1.5])
+
+
+class Table(torch.nn.Module):
+    """A policy whose log-probability of token i is entry i of a table: gradients can be worked out by hand."""
+
+    def __init__(self, logprobs):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.tensor(logprobs))
+
+    def forward(self, tokens, positions, mask):
+        return torch.where(mask, self.table[tokens], 0.0), torch.zeros(len(tokens))
+
+
+def one_step(behaviour, lengths, rewards, denominator, version=0, versions=None, table=None, **settings):
+    """ppo_step of one mini-batch on a Table: answers of these lengths, one prompt token each. Returns (stats, grad)."""
+    count, batch = 0, []
+    for index, length in enumerate(lengths):
+        one, ids = Trajectory(0, index), list(range(count + 1, count + 1 + length))
+        one.append([0])
+        one.append(ids, [behaviour[i] for i in ids], [versions[i] if versions else version for i in ids])
+        batch.append(one)
+        count += length
+    cfg = train.Config(batch_norm=False, grad_clip=0.0, **settings)
+    policy = Table(table or behaviour)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    stats = ppo.ppo_step(policy, optimizer, [(denominator, [pack(batch)], [rewards])], cfg, version=version,
+                         phase=lambda name: nullcontext(), ranks=1, all_reduce=lambda t: None, device="cpu")
+    moved = torch.tensor(table or behaviour) - policy.table.detach()
+    return stats, moved.tolist()
+
+
+def test_each_token_or_each_answer_weighs_the_same():
+    behaviour = [0.0, -1.0, -1.0, -1.0, -1.0]  # answers of 1 and 3 tokens, advantages 2 and -2, ratio 1
+    _, token = one_step(behaviour, [1, 3], [2.0, -2.0], 4)
+    assert token == pytest.approx([0.0, -0.5, 0.5, 0.5, 0.5])
+    stats, sequence = one_step(behaviour, [1, 3], [2.0, -2.0], 2, loss_average="sequence")
+    assert sequence == pytest.approx([0.0, -1.0, 1 / 3, 1 / 3, 1 / 3])
+    assert stats["loss"] == pytest.approx((-2.0 + 2.0) / 2, abs=1e-6)
+
+
+def test_the_interpolated_step_is_the_formula():
+    behaviour, versions, table = [0.0, -1.0, -1.0], [0, 4, 3], [0.0, -0.9, -0.8]
+    stats, grad = one_step(behaviour, [2], [2.0], 2, version=4, versions=versions, table=table, proximal="interpolate")
+    # fresh token: proximal = behaviour, r = e^0.1, w = 1; the other: half way, r = e^0.1, w = e^0.1; both unclipped
+    assert grad == pytest.approx([0.0, -math.exp(0.1), -math.exp(0.2)], rel=1e-5)
+    assert stats["logprob_gap"] is None  # nothing was recomputed that could be compared
+
+
+def test_a_minibatch_whose_policy_ran_away_is_not_stepped():
+    behaviour, table = [0.0, -4.0, -4.0], [0.0, -1.0, -4.0]  # ratios e^3 = 20 and 1: 10.5 on average
+    plain = {"decoupled": False, "max_staleness": 0}
+    stats, grad = one_step(behaviour, [2], [-2.0], 2, table=table, **plain)
+    assert stats["stopped_minibatches"] == 1 and grad == [0.0, 0.0, 0.0]
+    stats, grad = one_step(behaviour, [2], [-2.0], 2, table=table, early_stop=0.0, **plain)
+    assert stats["stopped_minibatches"] == 0 and grad == pytest.approx([0.0, math.exp(3), 1.0], rel=1e-5)
+    stats, grad = one_step(behaviour, [2], [-2.0], 2, table=table, early_stop=0.0, dual_clip=3.0, **plain)
+    assert stats["dual_clip_fraction"] == 0.5 and grad == pytest.approx([0.0, 0.0, 1.0], rel=1e-5)
 
 
 def test_a_probe_is_at_temperature_one_whatever_the_policy_is_sampled_at():

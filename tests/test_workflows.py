@@ -91,7 +91,7 @@ def between(one: Trajectory, prompt: tuple[int, ...], spy) -> list[list[int]]:
 
 def play(workflow, engine, *scores: float, chat: bool = False, **row):
     """(trajectory, responses that were scored, what was put between the answers: lists of token ids)"""
-    (problem,) = encode_problems([Problem("p", "ab?", row=row)], engine.tokenizer, 99, chat)
+    (problem,) = encode_problems([Problem("p", "ab?", row=row)], engine.tokenizer, 99, "chat" if chat else "")
     spy, score = Watched(engine), AsyncMock(side_effect=[*scores, *[0.0] * 9])
     (one,) = asyncio.run(workflow(problem, spy, score))
     said = [call.args[1] for call in score.await_args_list]
@@ -188,7 +188,7 @@ def test_a_workflow_is_chosen_by_name_or_from_a_file(tmp_path, monkeypatch):
         return choose_workflow(train.check(train.parse(argv), 2))
 
     assert {chosen(spec).__name__ for spec in ("single_turn", "own.py:own")} == {"single_turn", "own"}
-    several = chosen("multi_turn", "--turns", "5", "--turn_discount", "0.75", "--chat", "true")
+    several = chosen("multi_turn", "--turns", "5", "--turn_discount", "0.75", "--template", "chat")
     assert several.func is multi_turn and several.keywords == {"turns": 5, "discount": 0.75, "chat": True}
     for name, sentence in [("own.py:plain", "workflow=own.py:plain must be an `async def` of (problem, engine, score)"),
                            ("own.py:missing", "own.py:missing: own.py has no function 'missing'"),
@@ -261,7 +261,7 @@ def test_hints_are_problems_of_their_split_whose_second_turn_can_be_known(tmp_pa
     monkeypatch.setattr(sys, "argv", ["hints.py", "--folder", str(tmp_path), "--seed", "2"])
     load_function(f"{HINTS}:main")[0]()
     for name, split, count in (("hints", "train", 1024), ("hints-test", "test", 200)):
-        problems = encode_problems(load_problems(f"{tmp_path}/{name}.jsonl"), toy.build_tokenizer(), 4, chat=False)
+        problems = encode_problems(load_problems(f"{tmp_path}/{name}.jsonl"), toy.build_tokenizer(), 4)
         pairs = [(problem.prompt, *problem.row["hints"]) for problem in problems]
         assert len(problems) == count and (split == "train" or len({*pairs}) == count)
         for problem, (prompt, hint) in zip(problems, pairs, strict=True):
