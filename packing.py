@@ -15,7 +15,6 @@ log p(token i | tokens before i), `versions[i]` the weights that produced token 
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -48,31 +47,6 @@ class Problem:
     prompt_ids: tuple[int, ...] = ()
     tests: dict | None = None  # see `reward.read_tests`
     row: dict = field(default_factory=dict, compare=False)  # as it was read, without the tests
-
-
-def encode_problems(problems: list[Problem], tokenizer, max_prompt_tokens: int, template: str = "") -> list[Problem]:
-    """Fill in `prompt_ids`; drop prompts longer than `max_prompt_tokens`. A prompt is taken verbatim (as the published
-    data wants it), put in the place of {input} of a template or, with "chat", into the tokenizer's own as a user's."""
-    if not problems:
-        return []
-    texts, chat = [problem.prompt for problem in problems], template == "chat"
-    if chat:
-        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                               add_generation_prompt=True) for text in texts]  # fmt: skip
-    elif template:
-        texts = [template.replace("{input}", text) for text in texts]
-    encoded, bos = tokenizer(texts, add_special_tokens=not chat)["input_ids"], tokenizer.bos_token_id
-    encoded = [ids[1:] if ids[:2] == [bos, bos] else ids for ids in encoded]  # the text had one, and got another
-    pairs = zip(problems, encoded, strict=True)
-    return [replace(p, prompt_ids=tuple(ids)) for p, ids in pairs if 0 < len(ids) <= max_prompt_tokens]
-
-
-def hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
-    """(train, test): about `count` problems, at most a tenth, set apart by a hash of the prompt, so that equal prompts
-    fall on one side and the split does not depend on the order of the file."""
-    marks = {problem.prompt: hashlib.sha256(problem.prompt.encode()).digest() for problem in problems}
-    chosen = set(sorted(marks.values())[: min(count, len(marks) // 10)])
-    return ([p for p in problems if marks[p.prompt] not in chosen], [p for p in problems if marks[p.prompt] in chosen])
 
 
 @dataclass(eq=False)

@@ -34,8 +34,9 @@ from transformers import GenerationConfig, HfArgumentParser
 import evaluate
 import ppo
 import toy
-from evaluate import Records, Refused
+from evaluate import Records
 from packing import ALIGN, PLANNED, Trajectory, manifest, pack, pass_at_1, plan_step
+from recipes.data import Refused, demonstrations, load_data, open_tokenizer
 from recipes.plan import check, show
 from recipes.sft import held_out_loss, supervised
 from reward import Scorer
@@ -353,7 +354,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
     if cfg.model == "toy" and not me.checkpoint and not me.warm:
         with phase("warm start"):
             optimizer = ppo.build_optimizer(cfg, policy, cfg.sft_lr)
-            examples = evaluate.demonstrations(cfg, tokenizer)[0]
+            examples = demonstrations(cfg, tokenizer)[0]
             supervised(policy, optimizer, examples, cfg, start=0, rank=me.rank, **me.share())
             toy.export(warm, root, policy, tokenizer, torch.float32, keep=True)
     optimizer = ppo.build_optimizer(cfg, policy, cfg.lr)
@@ -440,8 +441,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
                 kept = {"queue": dispatcher.state(), "records": records.state()} if root else {}
                 evaluate.save_checkpoint(me, policy, optimizer, step + 1, cfg, kept | {"fingerprint": fingerprint})
 
-    if root:
-        records.trained()
+    records.trained()
     toy.export(me.folder / "model", root, policy, tokenizer, me.dtype)
     if root:
         after = pass_at_1(dispatcher.evaluate(cfg.batch_timeout)) if has_test else None
@@ -463,12 +463,12 @@ def main(argv: list[str] | None = None) -> None:
         die_with_parent()  # torchrun does not end the ranks when it is killed itself
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        tokenizer = evaluate.open_tokenizer(cfg)
+        tokenizer = open_tokenizer(cfg)
         if cfg.objective == "sft":
-            examples = evaluate.demonstrations(cfg, tokenizer)  # before `join` makes a folder
+            examples = demonstrations(cfg, tokenizer)  # before `join` makes a folder
             train_supervised(cfg, me := join(cfg), tokenizer, *examples)
         else:
-            problems, test, fingerprint, dropped = evaluate.load_data(cfg, tokenizer)
+            problems, test, fingerprint, dropped = load_data(cfg, tokenizer)
             role = "trainer" if rank < cfg.trainers else "generator"
             # Workers start before the process group: they must inherit nothing of it.
             helper = role == "generator" and (rank - cfg.trainers) % cfg.generator_tp > 0

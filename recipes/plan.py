@@ -15,24 +15,17 @@ import dataclasses
 import importlib.util
 import math
 import os
-from pathlib import Path
 
-import huggingface_hub
 import torch
 import transformers
 import yaml
 
 import toy
 from packing import cache_token_bytes
+from recipes.data import PUBLISHED, Refused, on_hub, template_text
 from rollout import choose_workflow
 from sandbox import load_function
 from sync import StalenessQueue
-
-PUBLISHED = Path(__file__).parent / "published"
-
-
-class Refused(ValueError):
-    """Settings, data or a run folder that cannot work; the message is one sentence for whoever typed the command."""
 
 
 def ranks_of_a_host(world: int) -> int:
@@ -147,34 +140,6 @@ def check_engine(cfg, world: int, cuda: bool) -> None:
         raise ValueError(f"{generators} generator ranks cannot be split into servers of generator_tp={tp}")
     if any(rank % local + tp > local for rank in range(cfg.trainers, world, tp)):
         raise ValueError(f"generator_tp={tp}, {cfg.trainers} trainers, {local} ranks a host: a server would lie on two")
-
-
-def on_hub(data: str) -> bool:
-    """Whether it may be owner/name/FILE of a dataset on the hub, and is no file here."""
-    return data.count("/") >= 2 and data[0] not in "./~" and not os.path.isdir(os.path.dirname(data))
-
-
-def local_file(data: str) -> str:
-    """The path of `data`: a file, or owner/name/FILE.jsonl of a dataset on the hub, which goes to the hub's cache.
-    FileNotFoundError in a sentence."""
-    if not on_hub(data):
-        return data
-    owner, name, inside = data.split("/", 2)
-    try:
-        return huggingface_hub.hf_hub_download(f"{owner}/{name}", inside, repo_type="dataset")
-    except Exception as error:  # the hub's, or its HTTP client's, which are no OSError
-        raise FileNotFoundError(f"{data}: there is no such file, and the hub does not give dataset {owner}/{name}: "
-                                f"{' '.join(str(error).split())}") from error
-
-
-def template_text(name: str) -> str:
-    """Of `Config.template`; ValueError if there is none of that name."""
-    if name in ("", "chat"):
-        return name
-    known = yaml.safe_load((PUBLISHED / "templates.yaml").read_text())
-    if name not in known:
-        raise ValueError(f"template={name} is neither chat nor one of {', '.join(known)}")
-    return known[name]
 
 
 # -- The plan ----------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, soon
 
-from evaluate import load_problems
 from packing import Problem
+from recipes.data import load_problems
 from reward import Scorer, ScorerError, code_verdict, extract_program, same_output, same_value
 from sandbox import PROGRAM_PROCESSES, SandboxError, run_program, sandbox_fault
 

@@ -29,10 +29,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import evaluate
 import ppo
 import toy
-from evaluate import Records, Refused, load_data
-from packing import Problem, Trajectory, encode_problems, sft_batches
-from recipes import sft
-from recipes.plan import template_text
+from evaluate import Records
+from packing import Problem, Trajectory, sft_batches
+from recipes import data, sft
+from recipes.data import Refused, encode_problems, load_data, template_text
 from train import Config, Rank, check, parse
 
 torch.set_num_threads(1)
@@ -76,7 +76,7 @@ def long(**settings) -> Config:
 
 
 def load(monkeypatch, cfg):
-    monkeypatch.setattr(evaluate, "need_sandbox", lambda unsafe: None)  # nothing is run here
+    monkeypatch.setattr(data, "need_sandbox", lambda unsafe: None)  # nothing is run here
     return load_data(cfg, letters())
 
 
@@ -99,7 +99,7 @@ def test_published_rows_are_loaded_by_their_field_names(tmp_path, monkeypatch):
 def test_supervised_rows_train_the_answer_and_its_end(tmp_path):
     tokenizer = letters(bos=True)
     file = write(tmp_path / "sft.jsonl", SFT, {"prompt": "a", "answer": "b"})  # an id is optional
-    examples, held, _, dropped = evaluate.demonstrations(long(data=file, objective="sft"), tokenizer)
+    examples, held, _, dropped = data.demonstrations(long(data=file, objective="sft"), tokenizer)
     assert len(examples) == 2 and held == [] and dropped == 0
     for example, row in zip(examples, [SFT, {"prompt": "a", "answer": "b"}], strict=True):
         asked, answered = example.tokens[~example.loss_mask], example.tokens[example.loss_mask]
@@ -136,18 +136,18 @@ def test_a_malformed_demonstration_is_reported_by_file_and_line(tmp_path, row, r
     good, bad = write(tmp_path / "good.jsonl", SFT), write(tmp_path / "bad.jsonl", SFT, "", row)
     for files in ({"data": bad}, {"data": good, "eval_data": bad}):
         with pytest.raises(Refused) as refusal:
-            evaluate.demonstrations(long(objective="sft", **files), letters())
+            data.demonstrations(long(objective="sft", **files), letters())
         assert str(refusal.value).startswith(f"{bad}:3: ") and reason in str(refusal.value)
 
 
 def test_what_a_tokenizer_cannot_say_is_refused_in_a_sentence(tmp_path):
     file = write(tmp_path / "sft.jsonl", {"prompt": "1 + 1 =", "answer": "two"})  # the toy knows numbers only
     with pytest.raises(Refused, match="sft.jsonl: toy cannot tokenise an answer: "):
-        evaluate.demonstrations(long(data=file, objective="sft"), toy.build_tokenizer())
+        data.demonstrations(long(data=file, objective="sft"), toy.build_tokenizer())
     endless = letters()
     endless.eos_token = None
     with pytest.raises(Refused, match="end-of-sequence"):
-        evaluate.demonstrations(long(data=file, objective="sft"), endless)
+        data.demonstrations(long(data=file, objective="sft"), endless)
 
 
 def test_too_long_ones_are_counted_and_dropped(tmp_path):
@@ -159,10 +159,10 @@ def test_too_long_ones_are_counted_and_dropped(tmp_path):
     assert dropped == 4  # what the tokenizer adds counts
     with pytest.raises(Refused, match="rows.jsonl: all 10 prompts exceed max_prompt_tokens=1$"):
         load_data(long(data=file, max_prompt_tokens=1, template="qwen3"), letters())
-    examples, _, _, dropped = evaluate.demonstrations(long(data=file, objective="sft", microbatch_tokens=9), letters())
+    examples, _, _, dropped = data.demonstrations(long(data=file, objective="sft", microbatch_tokens=9), letters())
     assert [len(e.tokens) for e in examples] == [3, 4, 5, 6, 7, 8, 9] and dropped == 3  # with the answer and its end
     with pytest.raises(Refused, match="rows.jsonl: every example is longer than microbatch_tokens=2$"):
-        evaluate.demonstrations(long(data=file, objective="sft", microbatch_tokens=2), letters())
+        data.demonstrations(long(data=file, objective="sft", microbatch_tokens=2), letters())
 
 
 def test_held_out_examples_are_at_most_as_many_as_asked_for(tmp_path):
@@ -170,7 +170,7 @@ def test_held_out_examples_are_at_most_as_many_as_asked_for(tmp_path):
     more = write(tmp_path / "more.jsonl", *({"prompt": f"q{i}", "answer": "b"} for i in range(9)))
 
     def split(**settings):
-        examples, held, _, dropped = evaluate.demonstrations(long(data=file, objective="sft", **settings), letters())
+        examples, held, _, dropped = data.demonstrations(long(data=file, objective="sft", **settings), letters())
         assert dropped == 0
         return [[letters().decode(e.tokens[~e.loss_mask]) for e in part] for part in (examples, held)]
 
@@ -232,7 +232,7 @@ def test_templates_that_cannot_be_are_refused(tmp_path, more):
     for name in NAMED:
         check(parse(["--template", name, "--data", file, *more]), 2)
     with pytest.raises(Refused, match="template=chat, but its tokenizer has no chat template"):
-        evaluate.open_tokenizer(check(parse(["--template", "chat", "--data", file, *more]), 2))
+        data.open_tokenizer(check(parse(["--template", "chat", "--data", file, *more]), 2))
     with pytest.raises(Refused, match="multi_turn with template=qwen3: only chat knows what comes between"):
         check(parse(["--template", "qwen3", "--data", file, "--workflow", "multi_turn", *more]), 2)
 
@@ -272,15 +272,16 @@ class Hub(BaseHTTPRequestHandler):
 
 ASKING = """
 import os, sys, time
-import evaluate, train
+import train
+from recipes import data
 from types import SimpleNamespace as Tokenizer
 time.sleep = lambda seconds: None  # a hub that is away is asked again, a little later each time
 for line in map(str.strip, sys.stdin):
     try:
         cfg = train.check(train.parse(["--data", line, "--model", "m", "--eval_problems", "0"]), 2)
-        evaluate.encode_problems = lambda problems, *more: problems
-        print("LOADED", ",".join(problem.id for problem in evaluate.load_data(cfg, None)[0]), flush=True)
-    except evaluate.Refused as refusal:
+        data.encode_problems = lambda problems, *more: problems
+        print("LOADED", ",".join(problem.id for problem in data.load_data(cfg, None)[0]), flush=True)
+    except data.Refused as refusal:
         print("REFUSED", refusal, flush=True)
     print("OTHERS", "datasets" in sys.modules, flush=True)
 """
@@ -389,7 +390,7 @@ def test_a_file_needs_no_network(tmp_path, monkeypatch):
         write(tmp_path / file, MATH)
         assert len(load_data(check(long(data=file, eval_data=file, eval_problems=1), 2), letters())[0]) == 1
         write(tmp_path / file, SFT)
-        assert len(evaluate.demonstrations(check(long(data=file, objective="sft"), 1), letters())[0]) == 1
+        assert len(data.demonstrations(check(long(data=file, objective="sft"), 1), letters())[0]) == 1
 
 
 # -- supervised: the arithmetic
@@ -586,7 +587,7 @@ def test_two_ranks_learn_the_published_examples(job, tmp_path):
     # What was exported is what was measured: the held-out loss again, plainly, from the folder of the model.
     policy = ppo.Policy(Qwen3ForCausalLM.from_pretrained(folder / "model"), 1.0)
     cfg = Config(objective="sft", data=str(tmp_path / "AReaL-boba-SFT-200.jsonl"))
-    held = evaluate.demonstrations(cfg, toy.build_tokenizer())[1]
+    held = data.demonstrations(cfg, toy.build_tokenizer())[1]
     assert plain_loss(policy, held).item() == pytest.approx(summary["held_out_loss"], rel=1e-4)
     assert scalars(folder) == as_scalars(table)
     assert not one.members()

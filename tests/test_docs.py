@@ -16,8 +16,8 @@ import pytest
 from conftest import ROOT, SMALL, rows
 
 import train
-from evaluate import Refused, load_problems
 from packing import Problem
+from recipes.data import Refused, load_problems
 from reward import Scorer, ScorerError, Verdict
 from sandbox import PROGRAM_PROCESSES, sandbox_fault
 

@@ -47,8 +47,8 @@ import packing
 import ppo
 import toy
 import train
-from evaluate import Refused
 from packing import Trajectory, pack, plan_step
+from recipes.data import Refused
 
 torch.set_num_threads(1)
 FAMILIES = [Qwen2Config, Qwen3Config, LlamaConfig]

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-import evaluate
 import reward
 import sandbox
-from evaluate import load_demonstrations, load_problems
 from packing import Problem
+from recipes import data
+from recipes.data import load_demonstrations, load_problems
 from reward import Scorer, Verdict, extract_answer
 from sandbox import Pool, PoolError
 from train import Config
@@ -345,7 +345,7 @@ def test_problems_in_both_formats(tmp_path, monkeypatch):
         Problem("x", "d", (r"x^2+\frac{1}{2}",))]  # fmt: skip
     assert load_demonstrations(write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "b c"})) == [("a", "b c")]
     # Plain keys need no process.
-    monkeypatch.setattr(evaluate, "examine", None)
+    monkeypatch.setattr(data, "examine", None)
     keys = ("4", "-1.5", r"\frac{1}{2}", "Monday", "B", "1,234", r"\boxed{7}") * 100
     file = write(tmp_path / "plain.jsonl", *({"prompt": "p", "answer": key} for key in keys))
     assert len(load_problems(file)) == 700

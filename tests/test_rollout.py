@@ -16,7 +16,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import toy
-from packing import Problem, check_request, encode_problems, hold_out
+from packing import Problem, check_request
+from recipes.data import encode_problems, hold_out
 from rollout import SGLangEngine, single_turn, user_turn
 from toy import TransformersEngine, stop_ids
 

@@ -21,9 +21,10 @@ import evaluate
 import ppo
 import toy
 import train
-from evaluate import Records, Refused
+from evaluate import Records
 from packing import Trajectory
-from recipes import plan
+from recipes import data, plan
+from recipes.data import Refused
 from train import Config, check, parse
 
 torch.set_num_threads(1)
@@ -194,7 +195,7 @@ def test_data_that_cannot_be_read_is_refused_with_file_and_line(tmp_path):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(content)
         with pytest.raises(Refused) as refusal:
-            evaluate.load_data(Config(data=str(path), max_prompt_tokens=6), toy.build_tokenizer())
+            data.load_data(Config(data=str(path), max_prompt_tokens=6), toy.build_tokenizer())
         assert path.name in str(refusal.value) and place in str(refusal.value), refusal.value
 
 
@@ -202,7 +203,7 @@ def test_the_fingerprint_changes_with_the_data_and_only_with_it(tmp_path):
     def load(lines):
         path = tmp_path / "d.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return evaluate.load_data(Config(data=str(path), eval_problems=0), toy.build_tokenizer())[2]
+        return data.load_data(Config(data=str(path), eval_problems=0), toy.build_tokenizer())[2]
 
     lines = [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(9)]
     assert load(lines) == load(lines) != load(lines[:-1] + [{"prompt": "8 + 1 =", "answer": 10}])
@@ -210,23 +211,23 @@ def test_the_fingerprint_changes_with_the_data_and_only_with_it(tmp_path):
 
 def test_a_model_that_is_not_there_and_a_missing_template_are_refused():
     with pytest.raises(Refused, match="model=no/such/folder: "):
-        evaluate.open_tokenizer(Config(model="no/such/folder", data="x"))
+        data.open_tokenizer(Config(model="no/such/folder", data="x"))
     with pytest.raises(Refused, match="no chat template"):
-        evaluate.open_tokenizer(Config(template="chat"))
+        data.open_tokenizer(Config(template="chat"))
 
 
 def test_supervised_examples_train_the_answer_and_its_end():
     tokenizer = toy.build_tokenizer()
-    examples, _, fingerprint, dropped = evaluate.demonstrations(Config(microbatch_tokens=60), tokenizer)
+    examples, _, fingerprint, dropped = data.demonstrations(Config(microbatch_tokens=60), tokenizer)
     assert dropped > 0 and max(len(example.tokens) for example in examples) <= 60
     for example in examples[:50]:
         text = tokenizer.decode(example.tokens[example.loss_mask])
         assert text.endswith("} <eos>") and example.loss_mask[4:].all() and not example.loss_mask[:4].any()
-    assert fingerprint != evaluate.demonstrations(Config(microbatch_tokens=60, seed=2), tokenizer)[2]
+    assert fingerprint != data.demonstrations(Config(microbatch_tokens=60, seed=2), tokenizer)[2]
 
 
 def test_toy_problems_are_held_out():
-    problems, test, _, dropped = evaluate.load_data(Config(), toy.build_tokenizer())
+    problems, test, _, dropped = data.load_data(Config(), toy.build_tokenizer())
     assert len(test) == 200 and dropped == 0 and len(problems) > 1000
     assert not {p.prompt for p in problems} & {p.prompt for p in test}
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 import toy
 import train
-from evaluate import Refused, encode_problems, load_problems
 from packing import Generation, Problem, Trajectory, check_request
+from recipes.data import Refused, encode_problems, load_problems
 from rollout import RETRY, choose_workflow, multi_turn, sample_and_score, single_turn, user_turn
 from sandbox import load_function, sandbox_fault
 
