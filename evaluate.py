@@ -1,347 +1,320 @@
-"""What a run starts from and what it leaves behind: data, folder, checkpoints; metrics, a timeline, a summary.
+"""Judge a model: sample answers to benchmarks, score them, and say pass@1 with its interval, pass@k, maj@k and more.
 
-`Records` is used by trainer ranks. Files of a run folder:
+The engine is that of training (SGLang, or transformers on any machine), the verifiers are those of the reward. Answers
+go to `OUT/answers-RANK.jsonl` as they come, and an evaluation that was interrupted goes on where it stopped, with any
+number of processes. Then `OUT/results.json`, the table on the terminal, and `OUT/wrong.md`, to be read.
 
-    config.yaml      every setting, and what follows from them
-    metrics.jsonl    one row a train step, names below
-    trace.json       Chrome trace events, a track a rank; open it in https://ui.perfetto.dev
-    summary.json     the numbers of the last table on the terminal
+What benchmarks are and how they are asked is `benchmarks/table.yaml` and `benchmarks/load.py`, the estimators are
+`benchmarks/scores.py`, the published numbers beside one's own `benchmarks/compare.py`.
 
-pass@1 itself is measured by the generators (`rollout.Generator`); its shares are added up in `packing.pass_at_1`.
+Left out: judge models, and few-shot prompts (the published runs have none). pass@1 during training is the generators'.
 
-Left out, and why: no experiment tracker (a row of JSON a step is what all of them read), no averaging over steps
-(`metrics.jsonl` has what happened; smoothing is for whoever draws it). Benchmarks and pass@k are not here yet.
-
-    pytest tests/test_train.py
+    python evaluate.py --model runs/toy --benchmarks problems.jsonl --samples 4 --max_new_tokens 160
+    torchrun --nproc_per_node 8 evaluate.py --model MODEL --benchmarks aime24,aime25,gpqa_diamond --sampling rl
+    python evaluate.py --model MODEL --benchmarks train.jsonl --samples 8 --filter harder.jsonl
+    pytest tests/test_evaluate.py
 """
 
-import dataclasses
-import hashlib
-import itertools
+import argparse
+import asyncio
 import json
 import os
 import shutil
 import sys
-import time
-from collections import Counter
-from contextlib import contextmanager
+from collections import ChainMap, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 import yaml
-from torch.distributed.checkpoint import state_dict as sd
 from tqdm import tqdm
 
 import toy
-from packing import batch_stats
-from recipes.data import Refused
-from recipes.plan import choose_engine, describe
+from benchmarks.load import choose_template, load_benchmark, table
+from benchmarks.scores import codeforces, read_standings, summarise
+from packing import Problem
+from recipes.data import Refused, encode_problems, template_text
+from recipes.ledger import whole_lines, write_json
+from recipes.plan import choose_engine
+from reward import Scorer, extract_answer, need_sandbox, read_rows
+from sandbox import die_with_parent
+from sync import Channel, die
+
+SETTLED = ("model", "template", "temperature", "top_p", "max_new_tokens", "seed")  # another one makes other answers
 
 
-def write_json(path: Path, content) -> None:
-    """Beside, then renamed: a reader never sees half a file."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(new, path)
+def read_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what it leaves open comes from the named sampling of benchmarks/table.yaml."""
+    parser = argparse.ArgumentParser(description="Answers of a model to benchmarks, judged.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", required=True, help="folder, hub name, or folder of a run: its model, else its newest checkpoint")
+    add("--benchmarks", required=True, help="names in benchmarks/table.yaml or JSONL files, a comma between two")
+    add("--sampling", default="rl", choices=list(table()["sampling"]), help="named settings of the next four")
+    add("--samples", type=int, help="answers to each problem")
+    add("--temperature", type=float, help="of sampling; 0: greedy")
+    add("--top_p", type=float, help="nucleus; 1: off")
+    add("--max_new_tokens", type=int, help="budget of an answer")
+    add("--template", default="", help="chat, verbatim or one of recipes/published/templates.yaml; empty: the table's")
+    add("--pass_at", default="", help="k of pass@k, a comma between two")
+    add("--majority", default="", help="k of maj@k, a comma between two")
+    add("--standings", default="", help="file of contests, for a Codeforces rating (benchmarks/scores.py)")
+    add("--filter", default="", help="write the rows of the one JSONL file that are neither too easy nor too hard here")
+    add("--filter_lower", type=float, default=0.0, help="least pass rate that is kept; 0: off")
+    add("--filter_upper", type=float, default=1.0, help="pass rate from which on rows are dropped; above 1: off")
+    add("--out", default="", help="folder of answers and results; empty: evals/NAME OF THE MODEL. It is continued")
+    add("--folder", default="data/benchmarks", help="where the files of benchmarks are looked for first")
+    add("--seed", type=int, default=1, help="of sampling and of the order of options")
+    add("--engine", default="auto", choices=["auto", "sglang", "transformers"], help="as in training")
+    add("--engine_args", default="{}", help="more settings of the SGLang server as YAML")
+    add("--published_engine", action="store_true", help="the table's equivalents of the published engine's flags")
+    add("--generator_tp", type=int, default=1, help="GPUs of one server; for a single process")
+    add("--engine_batch", type=int, default=0, help="answers at once; 0: 96 by transformers, 512 by SGLang")
+    add("--cache_gb", type=float, default=1.0, help="GiB of KV cache on a CPU and of the transformers engine")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bfloat16 on a GPU")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU if there is one")
+    add("--scorers", type=int, default=2, help="processes that judge")
+    add("--unsafe_code", action="store_true", help="run programs without a sandbox, as you")
+    add("--startup_timeout", type=float, default=1800.0, help="seconds until the engine is up")
+    add("--wait_timeout", type=float, default=86400.0, help="seconds that the first process waits for the others")
+    cfg = parser.parse_args(argv)
+    for name, value in table()["sampling"][cfg.sampling].items():
+        setattr(cfg, name, value if getattr(cfg, name) is None else getattr(cfg, name))
+    try:
+        cfg.ks, cfg.majorities = ([int(k) for k in text.split(",") if k] for text in (cfg.pass_at, cfg.majority))
+    except ValueError:
+        raise Refused("--pass_at and --majority are numbers with commas between them, as 1,8,32") from None
+    if max([1, *cfg.ks, *cfg.majorities]) > cfg.samples:
+        raise Refused(f"pass@k and maj@k need k answers to a problem, and --samples is {cfg.samples}")
+    if cfg.samples < 1 or cfg.max_new_tokens < 1 or not 0 < cfg.top_p <= 1 or cfg.temperature < 0:
+        raise Refused("--samples and --max_new_tokens are at least 1, --top_p is in (0, 1], --temperature >= 0")
+    if cfg.temperature == 0 and cfg.samples > 1:
+        raise Refused(f"--temperature 0 gives one answer {cfg.samples} times: --samples 1, or --sampling greedy")
+    cfg.names = cfg.benchmarks.split(",")
+    if cfg.filter and (len(cfg.names) != 1 or not os.path.isfile(cfg.names[0])):
+        raise Refused("--filter copies rows of one JSONL file, so --benchmarks has to name one")
+    if cfg.published_engine:
+        published = [entry["sglang"] for entry in table()["engine"] if entry["sglang"]]
+        cfg.engine_args = yaml.safe_dump(dict(ChainMap(yaml.safe_load(cfg.engine_args), *published)))
+    cfg.out = cfg.out or f"evals/{Path(cfg.model).resolve().name if os.path.isdir(cfg.model) else Path(cfg.model).name}"
+    # What an engine and a scorer ask a configuration of training for.
+    more = {"bucket_mb": 64, "update_timeout": 600.0, "engine_timeout": 120.0, "score_timeout": 10.0, "reward": ""}
+    vars(cfg).update(more, test_timeout=6.0, code_timeout=600.0)
+    return cfg
 
 
-class Records:
-    """The records of one attempt. Every trainer rank has one for its `phase`s; `root` writes the files."""
-
-    def __init__(self, folder: Path, rank: int, root: bool, steps: int, start: int, kept: dict):
-        self.folder, self.rank, self.root, self.steps = folder, rank, root, steps
-        self.events: list[list] = []
-        self.seconds: Counter = Counter()
-        self.begun, self.rl_begun = time.time(), 0.0
-        # A resumed run goes on where the checkpoint was written, with its clock and counts.
-        self.kept = {"seconds": 0.0, "rl_seconds": 0.0, "answers": 0, "rejected": 0, "max_staleness": 0,
-                     "dull_steps": 0, **kept}  # fmt: skip
-        self.generator_seconds: Counter = Counter()
-        self.bar = self.board = None
-        self.start = start
-        if root:
-            self.metrics = folder / "metrics.jsonl"
-            self._cut(self.metrics, lambda line: json.loads(line)["step"] < start)
-            self.trace = open(self._cut(folder / "trace.json", lambda line: line.rstrip().endswith((",", "["))), "a")
-            if not self.trace.tell():
-                self.trace.write("[\n")
-
-    @staticmethod
-    def _cut(path: Path, keep) -> Path:
-        """Drop what a killed attempt wrote beyond its last checkpoint, and half a line at the end."""
-        if path.exists():
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and keep(line)]
-            path.with_suffix(".new").write_text("".join(lines))
-            os.replace(path.with_suffix(".new"), path)
-        return path
-
-    # -- time
-
-    @contextmanager
-    def phase(self, name: str):
-        """Time a part of a step, for the metrics and for the timeline."""
-        start = time.time()
-        yield
-        self.seconds[name] += time.time() - start
-        self.events.append([name, 0, start, time.time() - start, {}])
-
-    def take_events(self) -> list[list]:
-        events, self.events = self.events, []
-        return events
-
-    def write_events(self, rank: int, events: list[list]) -> None:
-        """[name, lane, start s, duration s, arguments] -> complete events of the Chrome trace format (us)."""
-        for name, lane, start, duration, arguments in events:
-            event = {"name": name, "ph": "X", "pid": rank, "tid": lane, "ts": round(start * 1e6),
-                     "dur": round(duration * 1e6), "args": arguments}  # fmt: skip
-            self.trace.write(json.dumps(event) + ",\n")
-        self.trace.flush()
-
-    def collect_events(self, dispatcher) -> None:
-        """What this rank and all others did since the last time."""
-        for rank, events in [(self.rank, self.take_events()), *dispatcher.take_events()]:
-            self.write_events(rank, events)
-
-    def name_tracks(self, trainers: int, world: int) -> None:
-        for rank in range(world):
-            name = f"rank {rank}, {'trainer' if rank < trainers else 'generator'}"
-            event = {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": name}}
-            self.trace.write(json.dumps(event) + ",\n")
-
-    # -- the run
-
-    def _write_row(self, row: dict) -> None:
-        with open(self.metrics, "a") as file:
-            file.write(json.dumps(row) + "\n")
-        for name, value in row.items() if self.board else ():
-            if type(value) in (int, float) and name != "step":
-                self.board.add_scalar(name, value, row["step"])
-
-    def supervised(self, row: dict) -> None:
-        """One optimiser step of objective sft."""
-        row = {**row, "seconds": round(self.kept["seconds"] + time.time() - self.begun, 3)}
-        if self.root:
-            self._write_row(row)
-            if row["step"] % 10 == 9 or row["step"] + 1 == self.steps:
-                self.say(f"step {row['step'] + 1}/{self.steps}  loss {row['loss']:.4f}  {row['seconds']:.0f} s")
-
-    def _close_trace(self) -> None:
-        end = {"name": "end", "ph": "i", "pid": 0, "tid": 0, "ts": round(time.time() * 1e6), "s": "g"}
-        self.trace.write(json.dumps(end) + "\n]\n")
-        self.trace.close()
-        if self.board:
-            self.board.close()
-
-    def finish_supervised(self, held_out_loss: float | None) -> None:
-        if self.root:
-            self._close_trace()
-            summary = {"steps": self.steps, "seconds": self.state()["seconds"], "held_out_loss": held_out_loss,
-                       "held_out_loss_before": self.kept.get("held_out_loss_before")}  # fmt: skip
-            write_json(self.folder / "summary.json", summary)
-            self.say(f"model in {self.folder / 'model'}" + ("" if held_out_loss is None else
-                     f", held-out loss {summary['held_out_loss_before']:.4f} -> {held_out_loss:.4f}"))  # fmt: skip
-
-    def open(self, cfg, me, sizes: dict) -> None:
-        """config.yaml, the names of the tracks, and who is what on the terminal."""
-        if self.root:
-            derived = describe(cfg, me) | sizes
-            text = yaml.safe_dump({**dataclasses.asdict(cfg), "derived": derived}, sort_keys=False)
-            (self.folder / "config.yaml").write_text(text)
-            if cfg.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # optional, `check` saw that it is there
-
-                self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.start)
-            self.name_tracks(me.trainers, me.world)
-            self.say("\n".join([f"run in {self.folder}", *(f"  {k:<20} {v}" for k, v in derived.items())]))
-
-    def say(self, text: str) -> None:
-        if self.root:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
-
-    @staticmethod
-    def _spent(dispatcher) -> Counter:
-        return sum((Counter(seconds) for seconds in dispatcher.stats.values()), Counter())
-
-    def begin(self, before: dict | None, start: int, dispatcher) -> None:
-        """Reinforcement begins: from here on the clocks of steps and of `answers_per_second` run."""
-        self.generator_seconds = self._spent(dispatcher)
-        self.kept["before"] = before
-        if before:
-            self.say(f"before: pass@1 {before['pass@1']:.3f} over {before['problems']} problems, "
-                     f"{before['length']:.1f} tokens an answer")  # fmt: skip
-        if sys.stdout.isatty():
-            self.bar = tqdm(total=self.steps, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True)
-        self.rl_begun = self.last = time.time()
-        self.seconds.clear()
-
-    def step(self, step: int, groups: list[dict], stats: dict, lr: float, depth: int, dispatcher) -> None:
-        """One row of metrics.jsonl, the events of all ranks, the bar or a line."""
-        now = time.time()
-        elapsed, self.last = now - self.last, now
-        batch = batch_stats(groups, step)
-        generators = self._spent(dispatcher)
-        spent = {name: generators[name] - self.generator_seconds[name] for name in generators}
-        self.generator_seconds = generators
-        row = {
-            "step": step, "seconds": round(self.kept["seconds"] + now - self.begun, 3), **batch, **stats, "lr": lr,
-            "tokens_per_second": batch["tokens"] / elapsed,
-            "trained_tokens_per_second": batch["loss_tokens"] / elapsed, "step_seconds": elapsed,
-            "trainer_seconds": {name: round(value, 4) for name, value in self.seconds.items()},
-            "generator_seconds": {name: round(value, 4) for name, value in spent.items() if name != "tokens"},
-            "generated_tokens": spent.get("tokens", 0), "queue_depth": depth,
-            "rejected_groups": dispatcher.queue.rejected, "tickets": [groups[0]["ticket"], groups[-1]["ticket"]],
-            "problems": hashlib.sha256(json.dumps([g["problem"] for g in groups]).encode()).hexdigest()[:12],
-        }  # fmt: skip
-        self.seconds.clear()
-        self.kept["answers"] += batch["answers"]
-        self.kept["max_staleness"] = max(self.kept["max_staleness"], batch["staleness_max"])
-        self.kept["rejected"] = dispatcher.queue.rejected
-        self._write_row(row)
-        self.collect_events(dispatcher)
-        self._warn(row)
-        if self.bar is not None:
-            self.bar.set_postfix(pass_rate=f"{row['pass_rate']:.2f}", staleness=f"{row['staleness_mean']:.1f}",
-                                 tokens_s=f"{row['tokens_per_second']:.0f}")  # fmt: skip
-            self.bar.update()
-        else:
-            left = (self.steps - step - 1) * elapsed
-            self.say(f"step {step + 1}/{self.steps}  pass rate {row['pass_rate']:.3f}  length {row['length_mean']:.1f}"
-                     f"  staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  "
-                     f"{row['tokens_per_second']:.0f} tokens/s  {left:.0f} s left")  # fmt: skip
-
-    def _warn(self, row: dict) -> None:
-        if row["truncated_fraction"] > 0.05:
-            self.say(f"warning: {row['truncated_fraction']:.0%} of the answers of step {row['step']} were cut off "
-                     f"at the token budget and scored as they were: raise max_new_tokens")  # fmt: skip
-        dull = row["zero_variance_fraction"] > 0.9
-        self.kept["dull_steps"] = self.kept["dull_steps"] + 1 if dull else 0
-        if self.kept["dull_steps"] == 3:
-            self.say("warning: in more than 90 % of the groups of three steps running all answers have the same reward"
-                     ": there is nothing to learn from them")  # fmt: skip
-        if row.get("skipped_updates"):
-            self.say(f"warning: {row['skipped_updates']} updates of step {row['step']} had no finite gradient and were "
-                     f"skipped")  # fmt: skip
-        if (row.get("logprob_gap") or 0.0) > 0.1:
-            self.say(f"warning: generator and trainer disagree by {row['logprob_gap']:.3f} nats a token about tokens "
-                     f"of the same version")  # fmt: skip
-
-    def state(self) -> dict:
-        """What a checkpoint keeps, so that a resumed run's summary covers the whole run."""
-        now = time.time()
-        return {**self.kept, "seconds": self.kept["seconds"] + now - self.begun,
-                "rl_seconds": self.kept["rl_seconds"] + now - (self.rl_begun or now)}  # fmt: skip
-
-    def trained(self) -> None:
-        self.kept["rl_seconds"] += time.time() - self.rl_begun
-
-    def finish(self, after: dict | None, bound: int, engine: str, dispatcher) -> None:
-        """summary.json and the last table."""
-        if self.bar is not None:
-            self.bar.close()
-        self.collect_events(dispatcher)
-        self._close_trace()
-        before, kept = self.kept["before"], self.kept
-        summary = {
-            "pass@1_before": before and before["pass@1"], "pass@1_after": after and after["pass@1"],
-            "problems": after["problems"] if after else 0, "length_before": before and before["length"],
-            "length_after": after and after["length"], "steps": self.steps,
-            "seconds": kept["seconds"] + time.time() - self.begun, "rl_seconds": kept["rl_seconds"],
-            "answers": kept["answers"], "answers_per_second": kept["answers"] / max(1e-9, kept["rl_seconds"]),
-            "rejected_groups": kept["rejected"], "max_staleness_bound": bound,
-            "max_staleness_seen": kept["max_staleness"], "engine": engine,
-        }  # fmt: skip
-        write_json(self.folder / "summary.json", summary)
-        width = max(map(len, summary))
-        rows = (f"  {k:<{width}}  {f'{v:.3f}' if isinstance(v, float) else v}" for k, v in summary.items())
-        self.say("\n".join([f"\n{self.folder}", *rows]))
+def find_model(model: str, out: Path) -> str:
+    """A folder that transformers can load, or the hub name. A run without an exported model gives that of its newest
+    checkpoint, written to `out`."""
+    run = Path(model)
+    if not (run / "config.yaml").is_file():
+        return model
+    if (run / "model").is_dir():
+        return str(run / "model")
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    if not checkpoints:
+        raise Refused(f"{model} is a run without a model and without a checkpoint")
+    folder, source = out / checkpoints[-1].name, yaml.safe_load((run / "config.yaml").read_text())["model"]
+    if not folder.is_dir():
+        new = folder.with_name(f".{folder.name}.{os.getpid()}")
+        lm = toy.empty_model(source, torch.float32, 0)
+        dcp.load({"model": {f"lm.{name}": p.detach() for name, p in lm.named_parameters()}},
+                 checkpoint_id=checkpoints[-1], no_dist=True)  # fmt: skip
+        for part in (lm, toy.load_tokenizer(source)):
+            part.save_pretrained(new)
+        try:
+            os.replace(new, folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(new)
+    return str(folder)
 
 
-# -- The run's folder and its checkpoints ------------------------------------------------------------------------------
+def read_answers(out: Path) -> list[dict]:
+    """All answers so far, of any number of processes, without a line that is only half there."""
+    files = (file.read_text().splitlines(keepends=True) for file in sorted(out.glob("answers-*.jsonl")))
+    return [json.loads(line) for lines in files for line in lines if line.endswith("\n")]
 
 
-def warm_folder(cfg) -> Path:
-    """Where the toy's warm start is kept: named by everything that it depends on."""
-    names = ("dtype", "sft_steps", "sft_tokens", "sft_examples", "sft_lr", "sft_warmup", "sft_decay", "seed", "beta1",
-             "beta2", "adam_eps", "weight_decay", "grad_clip")  # fmt: skip
-    content = json.dumps([getattr(cfg, n) for n in names]) + Path(toy.__file__).read_text()
-    return Path(cfg.runs_dir) / f"warm-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
+async def answer_all(cfg, me, tokenizer, units: list[tuple[str, Problem, int]], scorer: Scorer, file) -> None:
+    """Sample and judge every (benchmark, problem, sample); a line of `file` each, as it comes."""
+    engine = toy.make_engine(cfg, me, tokenizer, top_p=cfg.top_p, trained=True)
+    await engine.start()
+    engine.version = 0  # its weights are there: no update follows
+    engine.gate.open.set()
+    gate = asyncio.Semaphore(cfg.engine_batch or (512 if me.engine == "sglang" else 96))
+
+    async def one(name: str, problem: Problem, sample: int) -> None:
+        async with gate:
+            made = await engine.generate(list(problem.prompt_ids))
+            response = tokenizer.decode(made.tokens, skip_special_tokens=True)
+            score, verdict = await scorer.score(problem, response)
+        found = extract_answer(response) if problem.tests is None else None
+        row = {"benchmark": name, "id": problem.id, "sample": sample, "score": score, "verdict": verdict,
+               "answer": found, "tokens": len(made.tokens), "finish_reason": made.finish_reason, "response": response}
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        bar.update()
+
+    watch = asyncio.ensure_future(engine.watch())  # it ends by an error alone
+    with tqdm(total=len(units), unit="answer", disable=me.rank > 0, dynamic_ncols=True) as bar:
+        work = asyncio.gather(*(one(*unit) for unit in units))
+        await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
+        await (work if work.done() else watch)
+    watch.cancel()
+    await engine.close()
 
 
-def choose_folder(cfg, previous: str = "") -> tuple[str, str]:
-    """(folder, name of the checkpoint to continue from), or ("", why not). `previous`: the folder of the attempt that
-    torchrun restarts; it is continued unasked."""
-    base = cfg.run_name or (Path(cfg.data).stem if cfg.objective == "rl" else f"sft-{Path(cfg.data).stem}")
-    parent = Path(cfg.runs_dir)
-    taken = [parent / base, *(parent.glob(f"{base}-[0-9]*") if not cfg.run_name else [])]
-    newest = max((path for path in taken if path.is_dir()), key=lambda path: path.stat().st_mtime, default=None)
-    if cfg.resume or previous:
-        folder = Path(previous) if previous else newest or parent / base
-        checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-        if not checkpoints and not previous:
-            return "", f"--resume: there is no checkpoint under {folder}"
-        return str(folder), checkpoints[-1] if checkpoints else ""
-    if newest is not None and cfg.run_name:
-        resumable = any((newest / "checkpoints").glob("step-*"))
-        advice = "add --resume to continue it" if resumable else "it has no checkpoint, so remove it"
-        return "", f"{newest} exists: {advice}, or choose another --run_name"
-    names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
-    folder = next(parent / name for name in names if not (parent / name).exists())
-    folder.mkdir(parents=True)
-    return str(folder), ""
+# -- Results -----------------------------------------------------------------------------------------------------------
 
 
-def choose_run(cfg, channel, cuda: bool) -> tuple[str, str, bool, str, str]:
-    """What one rank decides for all: `choose_folder`, after a look at what earlier attempts of this job chose; whether
-    a warm start is kept; the engine, and why."""
-    earlier = [f"boba/{attempt}/world/run" for attempt in reversed(range(channel.attempt))]  # newest first
-    found = (json.loads(channel.store.get(key))[0] for key in earlier if channel.store.check([key]))
-    previous = next((folder for folder in found if folder), "")  # an attempt may have died before it chose one
-    engine = choose_engine(cfg.engine, cuda) if cfg.objective == "rl" else ("", "")
-    return (*choose_folder(cfg, previous), (warm_folder(cfg) / "config.json").is_file(), *engine)
+def judge(cfg, problems: dict[str, list[Problem]], answers: list[dict]) -> dict:
+    """{benchmark: numbers} of all answers."""
+    results = {}
+    for name in problems:
+        mine = [answer for answer in answers if answer["benchmark"] == name and answer["sample"] < cfg.samples]
+        results[name] = summarise(mine, ks=[1, *cfg.ks], majority=cfg.majorities)
+        if cfg.standings and name == "codeforces":
+            passed = defaultdict(list)
+            for answer in sorted(mine, key=lambda answer: answer["sample"]):
+                passed[answer["id"]].append(answer["score"] >= 1)
+            results[name] |= codeforces(read_standings(cfg.standings), passed)
+    return results
 
 
-def training_state(policy, optimizer) -> dict:
-    model, optim = sd.get_state_dict(policy, optimizer)
-    return {"model": model, "optim": optim, "random": torch.get_rng_state()}
+def show(results: dict) -> str:
+    """A line a benchmark."""
+    names = [name for numbers in results.values() for name in numbers]
+    columns = [name for name in dict.fromkeys(names) if name not in ("interval", "verdicts")]
+    lines = [["benchmark", *columns]]
+    for benchmark, numbers in results.items():
+        cells = {name: f"{value:.3f}" if isinstance(value, float) else str(value) for name, value in numbers.items()}
+        cells["pass@1"] += " ({:.3f} to {:.3f})".format(*numbers["interval"])
+        lines.append([benchmark, *(cells.get(name, "-") for name in columns)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def load_state(checkpoint: Path | None, group, policy, optimizer) -> None:
-    """Weights, Adam state and random state of a checkpoint, sharded over `group` as they are now; None leaves all."""
-    if checkpoint is None:
-        return
-    state = training_state(policy, optimizer)
-    dcp.load(state, checkpoint_id=checkpoint, process_group=group)
-    sd.set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    torch.set_rng_state(state["random"])
+def write_wrong(path: Path, problems: dict[str, list[Problem]], answers: list[dict]) -> None:
+    """For each problem that was not always solved: how often, the prompt, the key, and one wrong answer's end."""
+    tried, parts = defaultdict(list), []
+    for answer in answers:
+        tried[answer["benchmark"], answer["id"]].append(answer)
+    for name, asked in problems.items():
+        for problem in asked:
+            mine = sorted(tried[name, problem.id], key=lambda answer: answer["sample"])
+            wrong = [answer for answer in mine if answer["score"] < 1]
+            if wrong:
+                key = " or ".join(problem.solutions) or "its tests"
+                parts.append(
+                    f"## {name}, {problem.id}: {len(mine) - len(wrong)} of {len(mine)} right\n\n{problem.prompt}\n\n"
+                    f"**Key:** {key}  \n**Sample {wrong[0]['sample']}:** {wrong[0]['answer']} "
+                    f"({wrong[0]['verdict']}, {wrong[0]['tokens']} tokens)\n\n```\n"
+                    f"{wrong[0]['response'][-1500:]}\n```\n"
+                )
+    path.write_text("\n".join(parts) or "All answers are right.\n")
 
 
-def save_checkpoint(me, policy, optimizer, version: int, cfg, state: dict) -> None:
-    """Sharded weights and Adam state of all trainers, and `state` as JSON. Written beside, then renamed: a job killed
-    while writing leaves the last good one. Groups in flight are not kept; they are generated again."""
-    parent, root = me.folder / "checkpoints", me.rank == 0
-    new, final = parent / f".step-{version:06d}", parent / f"step-{version:06d}"
+def write_filtered(cfg, answers: list[dict]) -> tuple[int, int]:
+    """The rows whose pass rate lies in [lower, upper), with it, written beside and renamed; (kept, all)."""
+    rates = defaultdict(list)
+    for answer in answers:
+        rates[answer["id"]].append(answer["score"])
+    rows, new = read_rows(cfg.names[0]), Path(f"{cfg.filter}.new")
+    kept = []
+    for number, row in rows:
+        scores = rates[str(row.get("query_id", number))]
+        rate = sum(scores) / len(scores) if scores else None  # None: its prompt is too long, and was not asked
+        if rate is not None and cfg.filter_lower <= rate and (rate < cfg.filter_upper or cfg.filter_upper > 1):
+            kept.append({**row, "pass_rate": rate})
+    new.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+    os.replace(new, cfg.filter)
+    return len(kept), len(rows)
+
+
+# -- The whole of it ---------------------------------------------------------------------------------------------------
+
+
+def settle(cfg, out: Path, root: bool) -> None:
+    """OUT/settings.json; Refused if answers are there already that were made another way."""
+    settings = {name: getattr(cfg, name) for name in SETTLED}
+    if (out / "settings.json").is_file():
+        before = json.loads((out / "settings.json").read_text())
+        for name, value in settings.items():
+            if before[name] != value:
+                raise Refused(f"{out} has answers made with {name}={before[name]!r}, now it is {value!r}: give --out")
+    elif root:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "settings.json", settings)
+
+
+def run(cfg) -> dict | None:
+    """The results, of the first process; None of the others."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    out, root = Path(cfg.out), rank == 0
+    settle(cfg, out, root)
+    cfg.model = find_model(cfg.model, out)
+    try:
+        tokenizer = toy.load_tokenizer(cfg.model)
+        problems = {name: load_benchmark(name, cfg.seed, cfg.folder) for name in cfg.names}
+        for name, asked in problems.items():
+            template = choose_template(name, cfg.template, cfg.model)
+            text = "" if template == "verbatim" else template_text(template)
+            problems[name] = encode_problems(asked, tokenizer, 2**30, text)
+        if any(problem.tests for asked in problems.values() for problem in asked):
+            need_sandbox(cfg.unsafe_code)
+        cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
+        engine, why = choose_engine(cfg.engine, cuda)
+    except (OSError, ValueError) as error:
+        raise Refused(str(error)) from error
+    cfg.max_prompt_tokens = max(len(problem.prompt_ids) for asked in problems.values() for problem in asked)
+    answers = read_answers(out)
+    done = {(answer["benchmark"], answer["id"], answer["sample"]) for answer in answers}
+    units = [(name, problem, sample) for name, asked in problems.items() for problem in asked
+             for sample in range(cfg.samples)][rank::world]  # fmt: skip
+    units = [unit for unit in units if (unit[0], unit[1].id, unit[2]) not in done]
     if root:
-        shutil.rmtree(new, ignore_errors=True)  # of an attempt that was killed here
-    dcp.save(training_state(policy, optimizer), checkpoint_id=new, process_group=me.trainer_group)
-    if root:
-        content = {"version": version, "config": dataclasses.asdict(cfg), **state}
-        (new / "state.json").write_text(json.dumps(content, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(new, final)
-        for old in sorted(parent.glob("step-*"))[: -cfg.keep_checkpoints]:
-            shutil.rmtree(old)
+        counts = ", ".join(f"{name} {len(asked)}" for name, asked in problems.items())
+        print(f"{cfg.model} by {engine} ({why}): {counts} problems x {cfg.samples}; {len(done)} answers are there",
+              flush=True)  # fmt: skip
+    if units:
+        dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        me = SimpleNamespace(rank=rank, checkpoint=None, engine=engine, device=device, dtype=dtype, folder=out,
+                             weight_group=None)  # fmt: skip
+        scorer = Scorer(cfg)
+        with open(whole_lines(out / f"answers-{rank}.jsonl"), "a") as file:
+            asyncio.run(answer_all(cfg, me, tokenizer, units, scorer, file))
+        scorer.close()
+    if not root:
+        Channel().push("judged", {"rank": rank})
+        return None
+    for _ in range(world - 1):
+        Channel().pop("judged", cfg.wait_timeout, "the first process waited for the answers of the others")
+    answers = read_answers(out)
+    results = judge(cfg, problems, answers)
+    write_json(out / "results.json", {"settings": vars(cfg), "benchmarks": results})
+    write_wrong(out / "wrong.md", problems, answers)
+    print(show(results), f"\nin {out}: results.json, wrong.md, answers-*.jsonl", flush=True)
+    if cfg.filter:
+        print("{} of {} rows are in {}".format(*write_filtered(cfg, answers), cfg.filter))
+    return results
 
 
-def read_state(checkpoint: Path, cfg, fingerprint: str) -> dict:
-    """What `save_checkpoint` was given. Raises Refused if the configuration or the data is another one, by name."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    for f in dataclasses.fields(cfg):
-        was, now = state["config"].get(f.name), getattr(cfg, f.name)
-        if was != now and not f.metadata["help"].free:
-            raise Refused(f"{checkpoint} was written with {f.name}={was!r}, now it is {now!r}: the run would not "
-                          f"continue but become another one")  # fmt: skip
-    if state["fingerprint"] != fingerprint:
-        raise Refused(f"{cfg.data} has changed since {checkpoint} was written: tickets would start other problems")
-    return state
+def main(argv: list[str] | None = None) -> None:
+    try:
+        cfg = read_options(argv)
+        if "RANK" in os.environ:
+            die_with_parent()
+        transformers.logging.set_verbosity_error()
+        run(cfg)
+        sys.stdout.flush()
+        os._exit(0)  # a thread of the engine could keep the interpreter
+    except (Refused, ValueError) as error:
+        sys.exit(f"evaluate.py: {error}")
+    except Exception as error:
+        die("evaluator", int(os.environ.get("RANK", 0)), error)
+
+
+if __name__ == "__main__":
+    main()

@@ -96,13 +96,13 @@ class SGLangEngine:
 
     def __init__(self, parameters, tokenizer, *, who: str, folder: Path, settings: dict, more: dict, sessions: bool,
                  temperature: float, max_new_tokens: int, max_prompt_tokens: int, vocabulary: int, stop_ids: list[int],
-                 startup_timeout: float, update_timeout: float, health_timeout: float):  # fmt: skip
+                 startup_timeout: float, update_timeout: float, health_timeout: float, top_p: float = 1.0):  # fmt: skip
         self._parameters, self.tokenizer, self.who, self.folder = parameters, tokenizer, who, folder
         self.max_new_tokens, self.vocabulary = max_new_tokens, vocabulary
         self.longest = max_prompt_tokens + max_new_tokens
         self.startup_timeout, self.update_timeout, self.health_timeout = startup_timeout, update_timeout, health_timeout
         # Filters are off even where the model's folder asks for some: the log-probability must be the policy's.
-        self.sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
+        self.sampling = {"temperature": temperature, "top_p": top_p, "top_k": -1, "min_p": 0, "frequency_penalty": 0.0,
                          "presence_penalty": 0.0, "repetition_penalty": 1.0, "stop_token_ids": stop_ids}  # fmt: skip
         self.settings = {
             "tp-size": 1, "load-format": "dummy", "skip-tokenizer-init": True, "skip-server-warmup": True,

@@ -207,23 +207,26 @@ def sweep_shared_memory(folder: str = "/dev/shm", prefixes: tuple = SEGMENTS) ->
     return removed
 
 
-def make_engine(cfg, me, tokenizer):  # of a generator rank
+def make_engine(cfg, me, tokenizer, top_p: float = 1.0, trained: bool = False):
+    """The engine of a generator rank. Weights come by updates or, where a model is judged, are the `trained` ones."""
     seed = (cfg.seed * 1_000_003 + me.rank * 1009 + (int(me.checkpoint.name[5:]) if me.checkpoint else 0)) % 2**31
     cache_bytes, names = int(cfg.cache_gb * 2**30), ("temperature", "max_new_tokens", "max_prompt_tokens")
-    budget = {name: getattr(cfg, name) for name in names} | {"stop_ids": stop_ids(cfg.model, tokenizer)}
+    budget = {name: getattr(cfg, name) for name in names}
+    budget |= {"stop_ids": stop_ids(cfg.model, tokenizer), "top_p": top_p}
     if me.engine == "transformers":
         receive = functools.partial(receive_weights, group=me.weight_group, dtype=me.dtype, device=me.device,
                                     bucket_bytes=cfg.bucket_mb << 20, kept={})  # fmt: skip
-        model = empty_model(cfg.model, me.dtype, cfg.seed).to(me.device)
-        return TransformersEngine(model, tokenizer, **budget, batch_tokens=cfg.engine_batch or 96, seed=seed,
-                                  cache_bytes=cache_bytes, timeout_s=cfg.update_timeout, receive=receive)  # fmt: skip
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(cfg.model, dtype=me.dtype) if trained else empty_model(cfg.model, me.dtype, cfg.seed)
+        budget |= {"batch_tokens": cfg.engine_batch or 96, "cache_bytes": cache_bytes, "timeout_s": cfg.update_timeout}
+        return TransformersEngine(model.to(me.device), tokenizer, **budget, seed=seed, receive=receive)
     sweep_shared_memory()
     with torch.device("meta"):
         model = empty_model(cfg.model, me.dtype, cfg.seed)
     folder = me.folder / "servers" / f"rank-{me.rank}"
     config = model.config.get_text_config()
     settings = {"model-path": cfg.model, "device": me.device.type, "dtype": str(me.dtype).removeprefix("torch."),
-                "tp-size": cfg.generator_tp, "random-seed": seed}  # fmt: skip
+                "tp-size": cfg.generator_tp, "random-seed": seed} | ({"load-format": "auto"} if trained else {})
     if cfg.model == "toy":
         model.config.save_pretrained(folder / "model")
         settings["model-path"] = str((folder / "model").resolve())
@@ -348,14 +351,13 @@ class TransformersEngine:
 
     Every update cancels every request and each is submitted again with what it has so far: the cache holds keys and
     values of the old weights. For the same reason prefix sharing is off (`allow_block_sharing=False`): shared blocks
-    would survive the update.
-    """
+    would survive the update."""
 
     name = "transformers"
 
     def __init__(self, model, tokenizer, *, temperature: float, max_new_tokens: int, max_prompt_tokens: int,
                  stop_ids: list[int], batch_tokens: int, cache_bytes: int, seed: int, timeout_s: float,
-                 receive: Callable[[list], int]):  # fmt: skip
+                 receive: Callable[[list], int], top_p: float = 1.0):  # fmt: skip
         self.model, self.tokenizer, self.receive = model.eval(), tokenizer, receive
         self.max_new_tokens, self.stop_ids, self.timeout_s = max_new_tokens, set(stop_ids), timeout_s
         config, page = model.config.get_text_config(), 64
@@ -370,10 +372,11 @@ class TransformersEngine:
                 f"one answer of {max_prompt_tokens} + {max_new_tokens} tokens needs {longest} cache blocks of "
                 f"{block_bytes} bytes and only {blocks} fit into {cache_bytes} bytes: raise cache_gb"
             )
-        # Everything but the temperature is off: the log-probability must be that of the policy that is trained.
+        # In training all but the temperature is off: the log-probability must be that of the policy that is trained.
         self.manager = model.init_continuous_batching(
             generation_config=transformers.GenerationConfig(
-                do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
+                do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0, top_p=top_p,
+                max_new_tokens=max_new_tokens,
                 eos_token_id=sorted(self.stop_ids), pad_token_id=min(self.stop_ids),
             ),  # fmt: skip
             continuous_batching_config=transformers.ContinuousBatchingConfig(
@@ -382,7 +385,7 @@ class TransformersEngine:
             ),  # fmt: skip
         )
         filters = {type(p).__name__ for p in self.manager.model._get_logits_processor(self.manager.generation_config)}
-        if filters - {"TemperatureLogitsWarper"}:
+        if filters - {"TemperatureLogitsWarper", "TopPLogitsWarper" if top_p < 1 else ""}:
             raise RuntimeError(f"sampling would be filtered by {filters}: log-probabilities would not be the policy's")
         self._pieces: dict[str, asyncio.Future] = {}  # requests under way: each ends, or is cut by an update
         self._latest: dict[str, object] = {}  # the newest output that was streamed for each

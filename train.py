@@ -31,12 +31,11 @@ import yaml
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, HfArgumentParser
 
-import evaluate
 import ppo
 import toy
-from evaluate import Records
 from packing import ALIGN, PLANNED, Trajectory, manifest, pack, pass_at_1, plan_step
 from recipes.data import Refused, demonstrations, load_data, open_tokenizer
+from recipes.ledger import Records, choose_run, load_state, read_state, save_checkpoint, warm_folder
 from recipes.plan import check, show
 from recipes.sft import held_out_loss, supervised
 from reward import Scorer
@@ -240,7 +239,7 @@ def join(cfg: Config) -> Rank:
     dist.init_process_group("gloo", timeout=timedelta(seconds=cfg.startup_timeout), store=store, rank=rank,
                             world_size=world)  # fmt: skip
     if rank == 0:  # one rank looks: another job may be writing under the same parent folder
-        store.set("run", json.dumps(evaluate.choose_run(cfg, channel, cuda)))
+        store.set("run", json.dumps(choose_run(cfg, channel, cuda)))
     folder, checkpoint, me.warm, me.engine, me.why = json.loads(store.get("run"))
     if not folder:
         raise Refused(checkpoint)
@@ -295,13 +294,13 @@ def build_policy(cfg: Config, me: Rank, source: str) -> ppo.Policy:
 def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory], test: list[Trajectory],
                      fingerprint: str, dropped: int) -> None:  # fmt: skip
     """`--objective sft`: every rank trains; the model ends up where reinforcement would put it."""
-    state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
+    state = read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
     records = Records(me.folder, me.rank, me.rank == 0, cfg.sft_steps, state["version"], state["records"])
     records.open(cfg, me, {"examples": len(examples), "dropped (too long)": dropped, "held out": len(test),
                            "data": fingerprint})  # fmt: skip
     policy = build_policy(cfg, me, "" if cfg.model == "toy" or me.checkpoint else cfg.model)
     optimizer = ppo.build_optimizer(cfg, policy, cfg.sft_lr)
-    evaluate.load_state(me.checkpoint, me.trainer_group, policy, optimizer)
+    load_state(me.checkpoint, me.trainer_group, policy, optimizer)
 
     def held_out() -> float | None:
         return held_out_loss(policy, test, cfg, rank=me.rank, **me.share()) if test else None
@@ -311,7 +310,7 @@ def train_supervised(cfg: Config, me: Rank, tokenizer, examples: list[Trajectory
         records.supervised(row | {"held_out_loss": held_out()} if keep or done == cfg.sft_steps else row)
         if keep and done < cfg.sft_steps:
             kept = {"fingerprint": fingerprint, "records": records.state()}
-            evaluate.save_checkpoint(me, policy, optimizer, done, cfg, kept)
+            save_checkpoint(me, policy, optimizer, done, cfg, kept)
 
     if not me.checkpoint:
         records.kept["held_out_loss_before"] = held_out()
@@ -340,7 +339,7 @@ async def generate(cfg: Config, me: Rank, tokenizer, problems, test, scorer: Sco
 def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, sizes: dict, probe: list[int]) -> None:
     """The life of a trainer rank. Rank 0 also plans, publishes and keeps the records. `probe`: tokens, see `sync`."""
     root = me.rank == 0
-    state = evaluate.read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
+    state = read_state(me.checkpoint, cfg, fingerprint) if me.checkpoint else {"version": 0, "records": {}}
     if state["version"] > cfg.steps:
         raise Refused(f"steps={cfg.steps}, but {me.checkpoint} has done {state['version']} already")
     records = Records(me.folder, me.rank, root, cfg.steps, state["version"], state["records"])
@@ -348,7 +347,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
     phase = records.phase
 
     # Start: weights from the checkpoint, from the toy's warm start, or from the model's folder.
-    warm = evaluate.warm_folder(cfg)
+    warm = warm_folder(cfg)
     source = cfg.model if cfg.model != "toy" else str(warm) if me.warm else ""
     policy = build_policy(cfg, me, "" if me.checkpoint else source)
     if cfg.model == "toy" and not me.checkpoint and not me.warm:
@@ -358,7 +357,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
             supervised(policy, optimizer, examples, cfg, start=0, rank=me.rank, **me.share())
             toy.export(warm, root, policy, tokenizer, torch.float32, keep=True)
     optimizer = ppo.build_optimizer(cfg, policy, cfg.lr)
-    evaluate.load_state(me.checkpoint, me.trainer_group, policy, optimizer)
+    load_state(me.checkpoint, me.trainer_group, policy, optimizer)
 
     queue, control = StalenessQueue(cfg.groups, cfg.max_staleness, cfg.steps, cfg.window), Channel()
     weights = [(name.removeprefix("lm."), p) for name, p in policy.named_parameters()]
@@ -439,7 +438,7 @@ def train(cfg: Config, me: Rank, tokenizer, has_test: bool, fingerprint: str, si
         if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0 and step + 1 < cfg.steps:
             with phase("checkpoint"):
                 kept = {"queue": dispatcher.state(), "records": records.state()} if root else {}
-                evaluate.save_checkpoint(me, policy, optimizer, step + 1, cfg, kept | {"fingerprint": fingerprint})
+                save_checkpoint(me, policy, optimizer, step + 1, cfg, kept | {"fingerprint": fingerprint})
 
     records.trained()
     toy.export(me.folder / "model", root, policy, tokenizer, me.dtype)

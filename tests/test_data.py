@@ -26,13 +26,12 @@ from conftest import ROOT, rows, soon
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import evaluate
 import ppo
 import toy
-from evaluate import Records
 from packing import Problem, Trajectory, sft_batches
-from recipes import data, sft
+from recipes import data, ledger, sft
 from recipes.data import Refused, encode_problems, load_data, template_text
+from recipes.ledger import Records
 from train import Config, Rank, check, parse
 
 torch.set_num_threads(1)
@@ -540,8 +539,8 @@ def test_a_run_that_goes_on_trains_what_a_straight_one_does():
 
 def test_a_warm_start_is_kept_under_everything_that_it_depends_on():
     changes = {}, {"sft_examples": 8}, {"sft_warmup": 21}, {"sft_decay": False}, {"sft_steps": 9}, {"sft_lr": 1e-3}
-    assert len({evaluate.warm_folder(Config(**changed)) for changed in changes}) == len(changes)
-    assert evaluate.warm_folder(Config(lr=1.0)) == evaluate.warm_folder(Config())
+    assert len({ledger.warm_folder(Config(**changed)) for changed in changes}) == len(changes)
+    assert ledger.warm_folder(Config(lr=1.0)) == ledger.warm_folder(Config())
 
 
 # -- supervised: whole jobs

@@ -191,19 +191,19 @@ def test_an_exception_in_a_rank_is_the_first_line_and_ends_the_job(job, warm_run
 
 def test_the_store_is_as_empty_after_a_step_as_before(job, warm_runs):
     script = patched(warm_runs.parent, """
-import evaluate
-real = evaluate.Records.step
+from recipes import ledger
+real = ledger.Records.step
 def step(self, step, groups, stats, lr, depth, dispatcher):
     real(self, step, groups, stats, lr, depth, dispatcher)
     waiting = sum(len(group["trajectories"]) for group in dispatcher.queue.ready.values())
     keys = [k for k in dispatcher.out.store.list_keys() if "trajectory" in str(k)]
     print("KEYS", dispatcher.out.store.num_keys() - len(keys), len(keys) - waiting, flush=True)
-evaluate.Records.step = step
-end = evaluate.Records.finish
+ledger.Records.step = step
+end = ledger.Records.finish
 def finish(self, after, bound, engine, dispatcher):
     end(self, after, bound, engine, dispatcher)
     print("LEFT", sum("trajectory" in str(k) for k in dispatcher.out.store.list_keys()), flush=True)
-evaluate.Records.finish = finish
+ledger.Records.finish = finish
 """)
     one = job(*SMALL, "--steps", 6, "--runs_dir", warm_runs, "--run_name", "keys", script=script)
     assert one.wait() == 0, one.text()

@@ -42,12 +42,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-import evaluate
 import packing
 import ppo
 import toy
 import train
 from packing import Trajectory, pack, plan_step
+from recipes import ledger
 from recipes.data import Refused
 
 torch.set_num_threads(1)
@@ -301,7 +301,7 @@ def resumed(cfg, me, checkpoint):
     """As a resumed job has it: an empty model on the meta device, and the checkpoint."""
     policy = train.build_policy(cfg, me, "")
     optimizer = ppo.build_optimizer(cfg, policy, cfg.lr)
-    evaluate.load_state(Path(checkpoint), me.trainer_group, policy, optimizer)
+    ledger.load_state(Path(checkpoint), me.trainer_group, policy, optimizer)
     return {"weights": whole(policy.named_parameters()), "moments": moments(policy, optimizer)}
 
 
@@ -315,7 +315,7 @@ def a_step(cfg, me, other=None):
     result["stepped"] = whole(policy.named_parameters())
     step(cfg, me, policy, optimizer, batch_of(5))
     result |= {"weights": whole(policy.named_parameters()), "moments": moments(policy, optimizer)}
-    evaluate.save_checkpoint(me, policy, optimizer, 2, cfg, {})
+    ledger.save_checkpoint(me, policy, optimizer, 2, cfg, {})
     result["kept"] = sum(p.to_local().numel() for p in policy.parameters())
     if other:
         result["resumed"] = resumed(cfg, me, other)
@@ -381,7 +381,7 @@ def test_the_last_checkpoints_are_kept(me, folder, tmp_path, keep):
     policy = train.build_policy(cfg, me, cfg.model)
     optimizer = ppo.build_optimizer(cfg, policy, cfg.lr)
     for version in (8, 9, 10, 11):
-        evaluate.save_checkpoint(alone, policy, optimizer, version, cfg, {})
+        ledger.save_checkpoint(alone, policy, optimizer, version, cfg, {})
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == [f"step-{version:06d}" for version in (8, 9, 10, 11)][-keep:]
 

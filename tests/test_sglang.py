@@ -549,7 +549,7 @@ train.send_weights = without_gaps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp, interrupt, roles", [
-    (1, "true", "generators [2, 3]"), (2, "false", "generators [2], their tensor-parallel helpers [3]"),
+    (1, "true", "generators [2-3]"), (2, "false", "generators [2], their tensor-parallel helpers [3]"),
 ])  # fmt: skip
 def test_four_ranks_have_two_servers_or_one_over_two_of_them(job, warm_runs, tp, interrupt, roles):
     one = job(*JOB, "--trainers", 2, "--generator_tp", tp, "--interrupt", interrupt, "--cache_gb", 0.1, "--run_name",

@@ -17,14 +17,13 @@ import yaml
 from conftest import ROOT
 from torch.distributed.device_mesh import DeviceMesh
 
-import evaluate
 import ppo
 import toy
 import train
-from evaluate import Records
 from packing import Trajectory
-from recipes import data, plan
+from recipes import data, ledger, plan
 from recipes.data import Refused
+from recipes.ledger import Records
 from train import Config, check, parse
 
 torch.set_num_threads(1)
@@ -322,20 +321,20 @@ def test_a_checkpoint_restores_weights_adam_and_random_state(alone, tmp_path):
         return torch.cat([p.full_tensor().flatten() for p in policy.parameters()]).clone()
 
     steps(2)
-    evaluate.save_checkpoint(alone, policy, optimizer, 2, cfg, {"fingerprint": "f"})
+    ledger.save_checkpoint(alone, policy, optimizer, 2, cfg, {"fingerprint": "f"})
     steps(3)
     straight = weights()
     checkpoint = alone.checkpoint = alone.folder / "checkpoints" / "step-000002"
-    evaluate.load_state(checkpoint, alone.trainer_group, policy, optimizer)
+    ledger.load_state(checkpoint, alone.trainer_group, policy, optimizer)
     assert not torch.equal(weights(), straight)
     steps(3)
     assert torch.equal(weights(), straight)  # bit for bit: Adam's moments and the draws are the same
-    assert evaluate.read_state(checkpoint, cfg, "f")["version"] == 2
+    assert ledger.read_state(checkpoint, cfg, "f")["version"] == 2
     with pytest.raises(Refused, match="has changed"):
-        evaluate.read_state(checkpoint, cfg, "g")
+        ledger.read_state(checkpoint, cfg, "g")
     with pytest.raises(Refused, match="clip=0.2, now it is 0.3"):
-        evaluate.read_state(checkpoint, dataclasses.replace(cfg, clip=0.3), "f")
-    evaluate.read_state(checkpoint, dataclasses.replace(cfg, steps=99, batch_timeout=5.0), "f")
+        ledger.read_state(checkpoint, dataclasses.replace(cfg, clip=0.3), "f")
+    ledger.read_state(checkpoint, dataclasses.replace(cfg, steps=99, batch_timeout=5.0), "f")
 
 
 def test_a_checkpoint_cut_off_while_writing_leaves_the_last_good_one(alone, monkeypatch):
@@ -345,7 +344,7 @@ def test_a_checkpoint_cut_off_while_writing_leaves_the_last_good_one(alone, monk
     parent = alone.folder / "checkpoints"
 
     def save(version):
-        evaluate.save_checkpoint(alone, policy, optimizer, version, cfg, {})
+        ledger.save_checkpoint(alone, policy, optimizer, version, cfg, {})
 
     for version in (1, 2, 3):
         save(version)
@@ -357,11 +356,11 @@ def test_a_checkpoint_cut_off_while_writing_leaves_the_last_good_one(alone, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate.dcp, "save", cut)
+        patch.setattr(ledger.dcp, "save", cut)
         with pytest.raises(KeyboardInterrupt):
             save(4)
     cfg = Config(runs_dir=str(alone.folder.parent), run_name="run", resume=True)
-    assert evaluate.choose_folder(cfg) == (str(alone.folder), "step-000003")
+    assert ledger.choose_folder(cfg) == (str(alone.folder), "step-000003")
     save(4)
     assert sorted(p.name for p in parent.iterdir()) == ["step-000003", "step-000004"]
 
@@ -385,7 +384,7 @@ def test_run_folders(tmp_path):
     cfg = Config(runs_dir=str(tmp_path))
 
     def choose(**changes):
-        return evaluate.choose_folder(dataclasses.replace(cfg, **changes))
+        return ledger.choose_folder(dataclasses.replace(cfg, **changes))
 
     assert choose() == (str(tmp_path / "toy"), "")
     assert choose() == (str(tmp_path / "toy-2"), "")
@@ -397,8 +396,8 @@ def test_run_folders(tmp_path):
     (tmp_path / "toy-2" / "checkpoints" / "step-000005").mkdir(parents=True)
     assert choose(resume=True) == (str(tmp_path / "toy-2"), "step-000005")
     mine = str(tmp_path / "mine")
-    assert evaluate.choose_folder(cfg, previous=mine) == (mine, "step-000001")
-    assert evaluate.choose_folder(cfg, previous=str(tmp_path / "toy")) == (str(tmp_path / "toy"), "")  # none written
+    assert ledger.choose_folder(cfg, previous=mine) == (mine, "step-000001")
+    assert ledger.choose_folder(cfg, previous=str(tmp_path / "toy")) == (str(tmp_path / "toy"), "")  # none written
 
 
 # -- records
