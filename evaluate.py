@@ -69,7 +69,7 @@ def read_options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--engine", default="auto", choices=["auto", "sglang", "transformers"], help="as in training")
     add("--engine_args", default="{}", help="more settings of the SGLang server as YAML")
     add("--published_engine", action="store_true", help="the table's equivalents of the published engine's flags")
-    add("--generator_tp", type=int, default=1, help="GPUs of one server; for a single process")
+    add("--generator_tp", type=int, default=1, help="GPUs of a server; as many fewer processes")
     add("--engine_batch", type=int, default=0, help="answers at once; 0: 96 by transformers, 512 by SGLang")
     add("--cache_gb", type=float, default=1.0, help="GiB of KV cache on a CPU and of the transformers engine")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bfloat16 on a GPU")
@@ -178,14 +178,18 @@ def judge(cfg, problems: dict[str, list[Problem]], answers: list[dict]) -> dict:
             passed = defaultdict(list)
             for answer in sorted(mine, key=lambda answer: answer["sample"]):
                 passed[answer["id"]].append(answer["score"] >= 1)
-            results[name] |= codeforces(read_standings(cfg.standings), passed)
+            try:
+                rated = codeforces(cfg.contests, passed)
+            except ValueError as error:  # the other numbers are right all the same
+                rated = {"rating": None, "skipped": {"all": str(error)}}
+            results[name] |= rated
     return results
 
 
 def show(results: dict) -> str:
     """A line a benchmark."""
     names = [name for numbers in results.values() for name in numbers]
-    columns = [name for name in dict.fromkeys(names) if name not in ("interval", "verdicts")]
+    columns = [name for name in dict.fromkeys(names) if name not in ("interval", "verdicts", "contests", "skipped")]
     lines = [["benchmark", *columns]]
     for benchmark, numbers in results.items():
         cells = {name: f"{value:.3f}" if isinstance(value, float) else str(value) for name, value in numbers.items()}
@@ -263,6 +267,7 @@ def run(cfg) -> dict | None:
             problems[name] = encode_problems(asked, tokenizer, 2**30, text)
         if any(problem.tests for asked in problems.values() for problem in asked):
             need_sandbox(cfg.unsafe_code)
+        cfg.contests = read_standings(cfg.standings) if cfg.standings else {}
         cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
         engine, why = choose_engine(cfg.engine, cuda)
     except (OSError, ValueError) as error:
@@ -279,7 +284,8 @@ def run(cfg) -> dict | None:
               flush=True)  # fmt: skip
     if units:
         dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        gpu = int(os.environ.get("LOCAL_RANK", 0)) * cfg.generator_tp
+        device = torch.device("cuda", gpu) if cuda else torch.device("cpu")
         me = SimpleNamespace(rank=rank, checkpoint=None, engine=engine, device=device, dtype=dtype, folder=out,
                              weight_group=None)  # fmt: skip
         scorer = Scorer(cfg)
@@ -293,7 +299,11 @@ def run(cfg) -> dict | None:
         Channel().pop("judged", cfg.wait_timeout, "the first process waited for the answers of the others")
     answers = read_answers(out)
     results = judge(cfg, problems, answers)
-    write_json(out / "results.json", {"settings": vars(cfg), "benchmarks": results})
+    for name, asked in problems.items():
+        if results[name]["problems"] != len(asked):
+            raise RuntimeError(f"{name}: {len(asked)} asked, but only {results[name]['problems']} answered")
+    settings = {name: value for name, value in vars(cfg).items() if name != "contests"}
+    write_json(out / "results.json", {"settings": settings, "benchmarks": results})
     write_wrong(out / "wrong.md", problems, answers)
     print(show(results), f"\nin {out}: results.json, wrong.md, answers-*.jsonl", flush=True)
     if cfg.filter:

@@ -68,10 +68,10 @@ def interval(values: Sequence[float], level: float = 0.95, draws: int = 10_000, 
     over these problems and two made-up ones, one that is never solved and one that always is.
 
     Problems are drawn, not answers: more samples of 30 problems do not make them 300. The made-up ones stand for what
-    few problems cannot show. Without them equal values give a width of 0, and 10 or 30 problems with a mean near 0 or 1
-    an interval of 95 % that misses the truth 18 % of the time; with them it misses at most 7 %, of 5 problems 12 % (see
-    the test). No case is special: 30 of 30 wrong give 0 to 0.094 (Clopper-Pearson: 0.116), one problem gives 0 to 1. The
-    two weigh 2 in n + 2 and vanish. The mean is always inside; the order of the values does not matter.
+    few problems cannot show. Without them equal values give a width of 0, and 10 problems with a mean of 0.05 an
+    interval of 95 % that misses the truth in 30 % of cases; with them it misses in 7 % at most, of 5 problems in 12 %
+    (simulated). No case is special: 30 of 30 wrong give 0 to 0.094 (Clopper-Pearson: 0.116), one problem gives 0 to 1.
+    The two weigh 2 in n + 2 and vanish. The mean is always inside; the order of the values does not matter.
     """
     values = np.sort(np.asarray(values, float))
     if not len(values) or not ((values >= 0) & (values <= 1)).all():
@@ -156,7 +156,7 @@ def read_standings(path: str | Path) -> dict:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
+        refuse(f"not JSON ({error})")
     ratings, contests = (data.get(name) if isinstance(data, dict) else None for name in ("ratings", "contests"))
     if not isinstance(ratings, list) or not ratings or not all(map(number, ratings)):
         refuse('"ratings" must be the list of all users\' ratings, numbers')

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 import yaml
 from torch.distributed.checkpoint import state_dict as sd
 from tqdm import tqdm
@@ -145,7 +146,8 @@ class Records:
     def open(self, cfg, me, sizes: dict) -> None:
         """config.yaml, the names of the tracks, and who is what on the terminal."""
         if self.root:
-            derived = describe(cfg, me) | sizes
+            versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+            derived = describe(cfg, me) | sizes | versions
             text = yaml.safe_dump({**dataclasses.asdict(cfg), "derived": derived}, sort_keys=False)
             (self.folder / "config.yaml").write_text(text)
             if cfg.tensorboard:

@@ -173,7 +173,7 @@ def describe(cfg, me) -> dict:
         lines["batch"] = f"{size} a step, micro-batches of {cfg.microbatch_tokens} tokens"
         if 0 < cfg.sft_examples < me.trainers:
             lines["batch"] += f"; {me.trainers - cfg.sft_examples} of {me.trainers} trainers have none"
-    return lines | {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    return lines
 
 
 def spans(ranks) -> str:

@@ -3,7 +3,6 @@ r"""Benchmarks by name: files of every published form, shuffled options, what is
     pytest tests/test_benchmarks.py          # seconds; no network is asked
 """
 
-import argparse
 import csv
 import doctest
 import json
@@ -20,6 +19,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+import evaluate
 import recipes.data
 import toy
 from benchmarks import compare, load
@@ -364,10 +364,6 @@ def test_examples_in_docstrings(module):
 
 # -- the commands
 
-OPTIONS = ["model", "benchmarks", "sampling", "samples", "temperature", "top_p", "max_new_tokens", "template", "out",
-           "seed", "engine", "engine_args", "filter", "pass_at", "majority", "standings"]  # fmt: skip
-
-
 def shown(*args) -> str:
     """As a user runs it: from the root, without PYTHONPATH."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -380,16 +376,14 @@ def shown(*args) -> str:
 def test_there_is_a_command_for_every_row():
     lines = shown().splitlines()
     commands = [shlex.split(line) for line in lines if line.startswith("python evaluate.py ")]
-    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    for option in OPTIONS:
-        parser.add_argument(f"--{option}")
     for words, (name, row) in zip(commands, table()["models"].items(), strict=True):
-        args = parser.parse_args(words[2:])  # raises for any other option
+        args = evaluate.read_options(words[2:])  # exits for an option that it has not
         assert (args.model, args.sampling, args.template) == (row["hub"], row["sampling"], row["template"])
         assert args.benchmarks.split(",") == list(row["values"]) and args.out == f"results/{name}"
         assert yaml.safe_load(args.engine_args)["cuda-graph-backend-decode"] == "disabled"
         assert bool(args.standings) == ("codeforces" in row["values"])
-        assert args.top_p == ("0.95" if name == "AReaL-boba-RL-7B" else None)
+        assert args.top_p == (1.0 if row["sampling"] == "rl" and name != "AReaL-boba-RL-7B" else 0.95)
+        assert args.generator_tp == (4 if "32B" in name else 1)
         (cells,) = (line.split("|")[2:-1] for line in lines if line.split()[:2] == ["|", name])
         assert [float(cell.split()[0]) for cell in cells] == list(row["values"].values()), name
     titles = [line for line in lines if line and line[0] not in "|p"]

@@ -1,4 +1,5 @@
 """Every estimator against numbers known beforehand and against brute force; intervals against the truth; refusals.
+No model, no torch.
 
     pytest tests/test_scores.py          # CPU, offline, a few seconds
 """
@@ -8,16 +9,22 @@ import itertools
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import scores
-from scores import codeforces, contest_rank, contest_rating, interval, maj_at_k, pass_at_k, read_standings, summarise
+from benchmarks import scores
+from benchmarks.scores import (
+    codeforces,
+    contest_rank,
+    contest_rating,
+    interval,
+    maj_at_k,
+    pass_at_k,
+    read_standings,
+    summarise,
+)
 
 FIELD = range(1000, 3010, 10)  # old ratings of 201 participants
 
@@ -211,10 +218,10 @@ def test_summary_refuses_in_a_sentence(answers, options, sentence):
 
 
 def standings(**contests) -> dict:
-    """Like a file's content; 201 participants with 2010, 2000, ... 10 points unless rows are given."""
+    """Like a file's content; 201 participants with 2010, 2000, ... 10 points."""
     rows = [[2010 - 10 * i, 0, 3000 - 10 * i] for i in range(201)]
-    return {"ratings": list(range(4000)), "contests": {
-        name: {"problems": problems, "rows": [list(row) for row in rows]} for name, problems in contests.items()}}
+    filled = {name: {"problems": problems, "rows": list(rows)} for name, problems in contests.items()}
+    return {"ratings": list(range(4000)), "contests": filled}
 
 
 def write(folder: Path, data) -> Path:
@@ -236,6 +243,7 @@ def test_contest_rating_is_the_highest_whose_expected_rank_is_not_better():
             fit = [m for m in range(max(old) + 100)
                    if 1 + sum(1 / (1 + 10 ** ((m - one) / 400)) for one in old) >= rank]  # fmt: skip
             assert contest_rating(rank, old) == max(fit, default=0)
+    assert contest_rating(2, [1000, 1000]) == 1000  # an expected rank of 2 exactly
 
 
 @pytest.mark.parametrize("points, penalty, rank", [
@@ -247,23 +255,24 @@ def test_contest_rank_is_the_index_of_the_first_row_that_is_worse(points, penalt
 
 
 def test_points_shrink_by_50_a_failed_try_and_a_rating_is_the_mean_of_contests():
-    field = standings(c1={"1A": 500, "1B": 1000, "1C": 1500}, c2={"2A": 60, "2B": 3000}, c3={"3A": 500})
-    tries = {"1A": [False, True, False, True], "1B": [False] * 4, "1C": [True, False, False, False],
-             "2A": [False, False, True, True]}  # 450 + 0 + 1500, and 60 - 100 < 0; 3A was not asked
+    field = standings(c1={"1A": 500, "1B": 1000, "1C": 1500}, c2={"2A": 60, "2B": 551, "2C": 3000}, c3={"3A": 500})
+    tries = {"1A": [False, True, False, True], "1B": [False] * 4, "1C": [True, False, False, False]}  # 450 + 0 + 1500
+    tries |= {"2A": [False, False, True, True], "2B": [False, True]}  # 60 - 100 < 0, and 501; 3A was not asked
     result = codeforces(field, tries)
-    ranks = {"c1": 7, "c2": 201}  # 1950: behind 2010, ..., 1950; 0: behind all
+    ranks = {"c1": 7, "c2": 151}  # 1950: behind 2010, ..., 1950; 501: before 500
     assert result["contests"] == {name: {"rank": rank, "rating": contest_rating(rank, FIELD)}
                                   for name, rank in ranks.items()}  # fmt: skip
-    assert result["rating"] == (contest_rating(7, FIELD) + contest_rating(201, FIELD)) / 2
-    assert result["percentile"] == round(100 * math.ceil(result["rating"]) / 4000, 1) and result["skipped"] == {}
+    assert result["rating"] == (contest_rating(7, FIELD) + contest_rating(151, FIELD)) / 2
+    assert result["rating"] == 2297 and result["percentile"] == 57.4  # 2297 of 4000 users are below
+    assert result["skipped"] == {}
     assert json.loads(json.dumps(result)) == result
 
 
 def test_without_points_a_problem_counts_1_and_a_failed_try_costs_a_penalty_of_10():
     field = standings(c={"A": None, "B": None, "C": None})
-    field["contests"]["c"]["rows"] = [[2, 5 * i, 1000 + i] for i in range(205)]
+    field["contests"]["c"]["rows"] = [[2, i, 1000 + i] for i in range(205)]
     result = codeforces(field, {"A": [False, True], "B": [False, False, False, True], "C": [False]})
-    assert result["contests"]["c"]["rank"] == 9  # 2 solved, penalty 10 + 30: behind 0, 5, ..., 40
+    assert result["contests"]["c"]["rank"] == 41  # 2 solved, penalty 10 + 30: behind 0, 1, ..., 40
     assert codeforces(field, {"A": [], "B": [True], "C": []})["contests"]["c"]["rank"] == 205
 
 
