@@ -58,15 +58,15 @@ def read_tracks(trace: list[dict]) -> tuple[dict[int, tuple], int]:
     naming its ranks; those that did nothing are left out."""
     roles, events, attempts, naming = {}, {}, 0, False
     for event in trace:
-        with contextlib.suppress(AttributeError, KeyError, TypeError):  # of another version
-            rank, name = event["pid"], event["name"]
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version
+            rank, name = int(event["pid"]), event["name"]
             if event["ph"] == "M":
                 if not naming:
                     roles, events, attempts = {}, {}, attempts + 1
                 roles[rank] = event["args"]["name"].rpartition(" ")[2]
             elif event["ph"] == "X":
-                times = event["ts"] / 1e6, (event["ts"] + max(0, event["dur"])) / 1e6
-                events.setdefault(rank, []).append((name if name in KINDS else "other", *times))
+                kind, start, duration = name if name in KINDS else "other", event["ts"] / 1e6, event["dur"] / 1e6
+                events.setdefault(rank, []).append((kind, start, start + max(0.0, duration)))
             naming = event["ph"] == "M"
     zero = min((start for each in events.values() for _, start, _ in each), default=0.0)
     return {rank: (roles.get(rank, "rank"), *paint(events[rank], zero)) for rank in sorted(events)}, attempts

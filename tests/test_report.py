@@ -16,6 +16,7 @@ import pytest
 import yaml
 from conftest import ROOT, SMALL
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from benchmarks import report
 from recipes.ledger import Records
@@ -240,8 +241,10 @@ def test_a_run_that_still_goes_has_a_report(tmp_path, capsys):
     (["metrics.jsonl", "config.yaml", "summary.json"], "metrics.jsonl has no row: no step is done", "trainers 30.0%"),
 ])  # fmt: skip
 @pytest.mark.parametrize("how", ["missing", "empty", "rubbish"])
-def test_without_a_file_the_rest_is_drawn(tmp_path, capsys, missing, sentence, kept, how):
+def test_without_a_file_the_rest_is_drawn(tmp_path, capsys, monkeypatch, missing, sentence, kept, how):
     folder = make(tmp_path / "run")
+    if how != "missing":  # a second each
+        monkeypatch.setattr(Figure, "savefig", lambda figure, path: path.touch())
     for name in missing:
         (folder / name).unlink() if how == "missing" else (folder / name).write_bytes(b"\xff[{: 7" * (how == "rubbish"))
     out = printed(capsys, folder)
@@ -259,7 +262,9 @@ def test_rows_of_another_version_lose_only_what_they_lack(tmp_path, capsys):
     odd = [{"step": 0, "pass_rate": 0.5}, {"pass_rate": 0.6}, {"step": 1, "pass_rate": "high", "reward": None},
            {"step": 2, "pass_rate": 0.75, "staleness_histogram": [1], "seconds": float("nan"), "reward": float("inf")}]
     (folder / "metrics.jsonl").write_text(lines(*odd) + "7\n[]\nnull\n")
-    trace = [{"name": "train", "ph": "X"}, {"ph": "M", "pid": 0}, 7, {"name": ["x"], "ph": "X", "pid": 3},
+    trace = [{"name": "train", "ph": "X"}, {"ph": "M", "pid": 0}, 7,
+             {"name": ["x"], "ph": "X", "pid": 3, "ts": 1, "dur": 1},
+             {"name": "train", "ph": "X", "pid": "one", "ts": 1, "dur": 1},
              {"name": "new", "ph": "X", "pid": 0, "tid": 0, "ts": START * 1e6, "dur": 4e6}]  # fmt: skip
     (folder / "trace.json").write_text(lines(*trace))
     out = printed(capsys, folder)
@@ -275,6 +280,14 @@ def test_a_folder_that_is_no_run_is_said_and_the_others_are_drawn(tmp_path, caps
         out = printed(capsys, folder, run, code=1)
         assert f"report.py: {folder} is no run's folder: it has neither" in out and f"picture in {run}" in out
     assert [*empty.iterdir()] == []
+
+
+def test_the_summary_of_an_attempt_before_is_not_taken_for_the_runs(tmp_path, capsys):
+    folder = make(tmp_path / "run", rows=5)
+    with open(folder / "metrics.jsonl", "a") as file:  # it goes on
+        file.write(lines(rl_row(5)))
+    out = printed(capsys, folder)
+    assert "6 of 8 steps" in out and "not finished" in out and "pass@1" not in out
 
 
 # -- the picture
@@ -326,6 +339,10 @@ def test_pixels_of_the_timeline_are_what_the_ranks_did(tmp_path, window, spent):
                                     if one.overlaps(two)], "labels overlap"  # fmt: skip
     assert all(fig.bbox.x0 <= box.x0 < box.x1 <= fig.bbox.x1 for _, box in texts)
     assert all(fig.bbox.y0 <= box.y0 < box.y1 <= fig.bbox.y1 for _, box in texts)
+    legends = [fig.subfigs[0].legends[0].get_window_extent(), panel.get_legend().get_window_extent()]
+    assert all(fig.bbox.containsx(box.x0) and fig.bbox.containsx(box.x1) for box in legends)
+    assert not any(one.overlaps(box) for one in legends for box in boxes)
+    assert {axis.get_subplotspec().get_geometry()[:2] for axis in fig.subfigs[0].axes} == {(2, 4)}
     run = report.read_run(tmp_path / "run")
     for rank, (_, edges, cells) in run["tracks"].items():
         (left, y), (right, _) = panel.transData.transform([(spent[0], rank), (spent[1], rank)])
