@@ -17,10 +17,14 @@ Left out: judge models, and few-shot prompts (the published runs have none). pas
 
 import argparse
 import asyncio
+import contextlib
+import hashlib
 import json
 import os
+import re
 import shutil
 import sys
+import time
 from collections import ChainMap, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,18 +89,28 @@ def read_options(argv: list[str] | None = None) -> argparse.Namespace:
         cfg.ks, cfg.majorities = ([int(k) for k in text.split(",") if k] for text in (cfg.pass_at, cfg.majority))
     except ValueError:
         raise Refused("--pass_at and --majority are numbers with commas between them, as 1,8,32") from None
-    if max([1, *cfg.ks, *cfg.majorities]) > cfg.samples:
-        raise Refused(f"pass@k and maj@k need k answers to a problem, and --samples is {cfg.samples}")
-    if cfg.samples < 1 or cfg.max_new_tokens < 1 or not 0 < cfg.top_p <= 1 or cfg.temperature < 0:
-        raise Refused("--samples and --max_new_tokens are at least 1, --top_p is in (0, 1], --temperature >= 0")
+    if cfg.samples < 1 or cfg.max_new_tokens < 1 or not 0 < cfg.top_p <= 1 or not 0 <= cfg.temperature < 100:
+        raise Refused("--samples and --max_new_tokens are at least 1, --top_p is in (0, 1], --temperature in [0, 100)")
+    if not 1 <= min(ks := [1, *cfg.ks, *cfg.majorities]) <= max(ks) <= cfg.samples:
+        raise Refused(f"pass@k and maj@k need k answers to a problem, and --samples is {cfg.samples}; k is 1 at least")
     if cfg.temperature == 0 and cfg.samples > 1:
         raise Refused(f"--temperature 0 gives one answer {cfg.samples} times: --samples 1, or --sampling greedy")
     cfg.names = cfg.benchmarks.split(",")
     if cfg.filter and (len(cfg.names) != 1 or not os.path.isfile(cfg.names[0])):
         raise Refused("--filter copies rows of one JSONL file, so --benchmarks has to name one")
+    if cfg.filter and (not (parent := Path(cfg.filter).resolve().parent).is_dir() or os.path.isdir(cfg.filter)):
+        raise Refused(f"--filter {cfg.filter}: it is written into {parent}, a folder that has to be there")
+    if cfg.filter and Path(cfg.filter).resolve() == Path(cfg.names[0]).resolve():
+        raise Refused(f"--filter {cfg.filter} would write over the rows that it reads")
+    try:
+        more = yaml.safe_load(cfg.engine_args) or {}
+    except yaml.YAMLError:
+        more = None
+    if not isinstance(more, dict):
+        raise Refused(f"--engine_args {cfg.engine_args!r} is no YAML mapping of names to values")
     if cfg.published_engine:
         published = [entry["sglang"] for entry in table()["engine"] if entry["sglang"]]
-        cfg.engine_args = yaml.safe_dump(dict(ChainMap(yaml.safe_load(cfg.engine_args), *published)))
+        cfg.engine_args = yaml.safe_dump(dict(ChainMap(more, *published)))
     cfg.out = cfg.out or f"evals/{Path(cfg.model).resolve().name if os.path.isdir(cfg.model) else Path(cfg.model).name}"
     # What an engine and a scorer ask a configuration of training for.
     more = {"bucket_mb": 64, "update_timeout": 600.0, "engine_timeout": 120.0, "score_timeout": 10.0, "reward": ""}
@@ -121,6 +135,9 @@ def find_model(model: str, out: Path) -> str:
         lm = toy.empty_model(source, torch.float32, 0)
         dcp.load({"model": {f"lm.{name}": p.detach() for name, p in lm.named_parameters()}},
                  checkpoint_id=checkpoints[-1], no_dist=True)  # fmt: skip
+        if source != "toy":
+            with contextlib.suppress(OSError):  # it has none; else it may name more tokens that end an answer
+                lm.generation_config = transformers.GenerationConfig.from_pretrained(source)
         for part in (lm, toy.load_tokenizer(source)):
             part.save_pretrained(new)
         try:
@@ -136,9 +153,11 @@ def read_answers(out: Path) -> list[dict]:
     return [json.loads(line) for lines in files for line in lines if line.endswith("\n")]
 
 
-async def answer_all(cfg, me, tokenizer, units: list[tuple[str, Problem, int]], scorer: Scorer, file) -> None:
-    """Sample and judge every (benchmark, problem, sample); a line of `file` each, as it comes."""
-    engine = toy.make_engine(cfg, me, tokenizer, top_p=cfg.top_p, trained=True)
+async def answer_all(cfg, me, tokenizer, units: list[tuple], scorer: Scorer, file, done: int) -> None:
+    """Sample and judge every (benchmark, problem, sample); a line of `file` each, as it comes. The seed depends on how
+    many answers are there already: with the same one those that are added would repeat them."""
+    seeded = argparse.Namespace(**vars(cfg) | {"seed": cfg.seed + done})
+    engine = toy.make_engine(seeded, me, tokenizer, top_p=cfg.top_p, trained=True)
     await engine.start()
     engine.version = 0  # its weights are there: no update follows
     engine.gate.open.set()
@@ -147,8 +166,8 @@ async def answer_all(cfg, me, tokenizer, units: list[tuple[str, Problem, int]], 
     async def one(name: str, problem: Problem, sample: int) -> None:
         async with gate:
             made = await engine.generate(list(problem.prompt_ids))
-            response = tokenizer.decode(made.tokens, skip_special_tokens=True)
-            score, verdict = await scorer.score(problem, response)
+        response = tokenizer.decode(made.tokens, skip_special_tokens=True)  # the engine goes on meanwhile
+        score, verdict = await scorer.score(problem, response)
         found = extract_answer(response) if problem.tests is None else None
         row = {"benchmark": name, "id": problem.id, "sample": sample, "score": score, "verdict": verdict,
                "answer": found, "tokens": len(made.tokens), "finish_reason": made.finish_reason, "response": response}
@@ -172,7 +191,7 @@ def judge(cfg, problems: dict[str, list[Problem]], answers: list[dict]) -> dict:
     """{benchmark: numbers} of all answers."""
     results = {}
     for name in problems:
-        mine = [answer for answer in answers if answer["benchmark"] == name and answer["sample"] < cfg.samples]
+        mine = [answer for answer in answers if answer["benchmark"] == name]
         results[name] = summarise(mine, ks=[1, *cfg.ks], majority=cfg.majorities)
         if cfg.standings and name == "codeforces":
             passed = defaultdict(list)
@@ -209,12 +228,12 @@ def write_wrong(path: Path, problems: dict[str, list[Problem]], answers: list[di
             mine = sorted(tried[name, problem.id], key=lambda answer: answer["sample"])
             wrong = [answer for answer in mine if answer["score"] < 1]
             if wrong:
-                key = " or ".join(problem.solutions) or "its tests"
+                key, end = " or ".join(problem.solutions) or "its tests", wrong[0]["response"][-1500:]
+                fence = "`" * max(3, 1 + max(map(len, re.findall("`+", end)), default=0))  # no fence within ends it
                 parts.append(
                     f"## {name}, {problem.id}: {len(mine) - len(wrong)} of {len(mine)} right\n\n{problem.prompt}\n\n"
                     f"**Key:** {key}  \n**Sample {wrong[0]['sample']}:** {wrong[0]['answer']} "
-                    f"({wrong[0]['verdict']}, {wrong[0]['tokens']} tokens)\n\n```\n"
-                    f"{wrong[0]['response'][-1500:]}\n```\n"
+                    f"({wrong[0]['verdict']}, {wrong[0]['tokens']} tokens)\n\n{fence}\n{end}\n{fence}\n"
                 )
     path.write_text("\n".join(parts) or "All answers are right.\n")
 
@@ -239,24 +258,29 @@ def write_filtered(cfg, answers: list[dict]) -> tuple[int, int]:
 # -- The whole of it ---------------------------------------------------------------------------------------------------
 
 
-def settle(cfg, out: Path, root: bool) -> None:
-    """OUT/settings.json; Refused if answers are there already that were made another way."""
-    settings = {name: getattr(cfg, name) for name in SETTLED}
-    if (out / "settings.json").is_file():
-        before = json.loads((out / "settings.json").read_text())
-        for name, value in settings.items():
-            if before[name] != value:
-                raise Refused(f"{out} has answers made with {name}={before[name]!r}, now it is {value!r}: give --out")
-    elif root:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "settings.json", settings)
+def settle(cfg, out: Path, root: bool, problems: dict[str, list[Problem]], answered: bool) -> None:
+    """OUT/settings.json; Refused if answers are there already that were made another way, or to other problems."""
+    settings, file, asked = {name: getattr(cfg, name) for name in SETTLED}, out / "settings.json", {}
+    for name, these in problems.items():
+        content = json.dumps([[p.id, p.prompt_ids, p.solutions, p.tests] for p in these]).encode()
+        asked[name] = hashlib.sha256(content).hexdigest()[:16]
+    before = json.loads(file.read_text()) if answered and file.is_file() else {}
+    for name, value in settings.items():
+        if before.get(name, value) != value:
+            raise Refused(f"{out} has answers made with {name}={before[name]!r}, now it is {value!r}: give --out")
+    asked_before = before.get("problems", {})
+    for name, value in asked.items():
+        if asked_before.get(name, value) != value:
+            raise Refused(f"{out} has answers to other problems of {name}, which has changed since: give --out")
+    out.mkdir(parents=True, exist_ok=True)  # by every process: the first may be the last to come here
+    if root:
+        write_json(file, settings | {"problems": asked_before | asked})
 
 
 def run(cfg) -> dict | None:
     """The results, of the first process; None of the others."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     out, root = Path(cfg.out), rank == 0
-    settle(cfg, out, root)
     cfg.model = find_model(cfg.model, out)
     try:
         tokenizer = toy.load_tokenizer(cfg.model)
@@ -264,16 +288,28 @@ def run(cfg) -> dict | None:
         for name, asked in problems.items():
             template = choose_template(name, cfg.template, cfg.model)
             text = "" if template == "verbatim" else template_text(template)
-            problems[name] = encode_problems(asked, tokenizer, 2**30, text)
+            try:
+                problems[name] = encode_problems(asked, tokenizer, 2**30, text)
+            except Exception as error:  # what tokenizers raise for text they have no tokens for is a bare Exception
+                raise Refused(f"{name}: {cfg.model} cannot tokenise a prompt: {error}") from error
         if any(problem.tests for asked in problems.values() for problem in asked):
             need_sandbox(cfg.unsafe_code)
         cfg.contests = read_standings(cfg.standings) if cfg.standings else {}
         cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
         engine, why = choose_engine(cfg.engine, cuda)
+        more = toy.check_settings(yaml.safe_load(cfg.engine_args) or {})
+        if engine != "sglang" and (more or cfg.generator_tp > 1):
+            raise ValueError("engine_args, published_engine and generator_tp are for SGLang, but the engine here would "
+                             f"be transformers ({why})")  # fmt: skip
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
     cfg.max_prompt_tokens = max(len(problem.prompt_ids) for asked in problems.values() for problem in asked)
+    most = getattr(toy.load_config(cfg.model).get_text_config(), "max_position_embeddings", None)
+    if most and cfg.max_prompt_tokens + cfg.max_new_tokens > most:
+        raise Refused(f"{cfg.model} was made for {most} positions, a prompt of {cfg.max_prompt_tokens} tokens and "
+                      f"--max_new_tokens {cfg.max_new_tokens} are more")  # fmt: skip
     answers = read_answers(out)
+    settle(cfg, out, root, problems, bool(answers))
     done = {(answer["benchmark"], answer["id"], answer["sample"]) for answer in answers}
     units = [(name, problem, sample) for name, asked in problems.items() for problem in asked
              for sample in range(cfg.samples)][rank::world]  # fmt: skip
@@ -285,19 +321,20 @@ def run(cfg) -> dict | None:
     if units:
         dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32")
         gpu = int(os.environ.get("LOCAL_RANK", 0)) * cfg.generator_tp
-        device = torch.device("cuda", gpu) if cuda else torch.device("cpu")
+        device = torch.device("cuda", gpu % torch.cuda.device_count()) if cuda else torch.device("cpu")
         me = SimpleNamespace(rank=rank, checkpoint=None, engine=engine, device=device, dtype=dtype, folder=out,
                              weight_group=None)  # fmt: skip
         scorer = Scorer(cfg)
         with open(whole_lines(out / f"answers-{rank}.jsonl"), "a") as file:
-            asyncio.run(answer_all(cfg, me, tokenizer, units, scorer, file))
+            asyncio.run(answer_all(cfg, me, tokenizer, units, scorer, file, len(done)))
         scorer.close()
     if not root:
         Channel().push("judged", {"rank": rank})
         return None
     for _ in range(world - 1):
         Channel().pop("judged", cfg.wait_timeout, "the first process waited for the answers of the others")
-    answers = read_answers(out)
+    answers = [answer for answer in read_answers(out)  # OUT may hold others: of more samples, of other benchmarks
+               if answer["benchmark"] in problems and answer["sample"] < cfg.samples]  # fmt: skip
     results = judge(cfg, problems, answers)
     for name, asked in problems.items():
         if results[name]["problems"] != len(asked):
@@ -305,13 +342,14 @@ def run(cfg) -> dict | None:
     settings = {name: value for name, value in vars(cfg).items() if name != "contests"}
     write_json(out / "results.json", {"settings": settings, "benchmarks": results})
     write_wrong(out / "wrong.md", problems, answers)
-    print(show(results), f"\nin {out}: results.json, wrong.md, answers-*.jsonl", flush=True)
+    print(f"{show(results)}\nin {out}: results.json, wrong.md, answers-*.jsonl", flush=True)
     if cfg.filter:
         print("{} of {} rows are in {}".format(*write_filtered(cfg, answers), cfg.filter))
     return results
 
 
 def main(argv: list[str] | None = None) -> None:
+    rank = int(os.environ.get("RANK", 0))
     try:
         cfg = read_options(argv)
         if "RANK" in os.environ:
@@ -321,9 +359,15 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdout.flush()
         os._exit(0)  # a thread of the engine could keep the interpreter
     except (Refused, ValueError) as error:
-        sys.exit(f"evaluate.py: {error}")
+        if rank:
+            time.sleep(10)  # rank 0 says it first, and torchrun then ends this one; else this one has to say it
+        print(f"evaluate.py: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # as above
+    except KeyboardInterrupt:
+        print("evaluate.py: interrupted; the same command goes on", file=sys.stderr, flush=True)
+        os._exit(130)
     except Exception as error:
-        die("evaluator", int(os.environ.get("RANK", 0)), error)
+        die("evaluator", rank, error)
 
 
 if __name__ == "__main__":

@@ -223,10 +223,10 @@ def make_engine(cfg, me, tokenizer, top_p: float = 1.0, trained: bool = False):
     sweep_shared_memory()
     with torch.device("meta"):
         model = empty_model(cfg.model, me.dtype, cfg.seed)
-    folder = me.folder / "servers" / f"rank-{me.rank}"
-    config = model.config.get_text_config()
+    folder, config = me.folder / "servers" / f"rank-{me.rank}", model.config.get_text_config()
     settings = {"model-path": cfg.model, "device": me.device.type, "dtype": str(me.dtype).removeprefix("torch."),
-                "tp-size": cfg.generator_tp, "random-seed": seed} | ({"load-format": "auto"} if trained else {})
+                "tp-size": cfg.generator_tp, "random-seed": seed}
+    settings |= {"load-format": "auto", "weight-version": "0"} if trained else {}  # no update will tell the version
     if cfg.model == "toy":
         model.config.save_pretrained(folder / "model")
         settings["model-path"] = str((folder / "model").resolve())

@@ -98,7 +98,8 @@ def test_links_files_and_flags_that_a_page_names_exist(page):
     names = {*re.findall(r"\]\(([^)#\s]+)", text), *re.findall(ours, text)}
     names -= {"file.py", *re.findall(r"file:? `?([\w.]+\.\w+)", text)}  # and what a page prints
     assert [name for name in names if not (page.parent / name).exists() and not (ROOT / name).exists()] == []
-    options = re.findall(r'add(?:_argument)?\(\s*"--([\w-]+)', "".join(script.read_text() for script in ROOT.glob("*.py")))
+    scripts = "".join(script.read_text() for script in ROOT.glob("*.py"))
+    options = re.findall(r'add(?:_argument)?\(\s*"--([\w-]+)', scripts)
     others = "config nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv-conf local-addr max-restarts no-deps"
     others = others.split()  # torchrun's, pip's
     assert set(re.findall(r"(?<![\w-])--([A-Za-z][\w-]*)", text)) <= {*vars(train.Config()), *options, *others}

@@ -5,7 +5,7 @@ that knows ten answers by heart. SGLang is in an environment of its own (`test_s
 
     pytest tests/test_evaluate.py                # half a minute
     pytest tests/test_evaluate.py -m slow        # whole commands: killed, interrupted, with torchrun; a toy that learnt
-    PYTHONPATH=tests/sglang_cpu/shim pytest tests/test_evaluate.py -k sglang -m "slow or not slow"
+    PYTHONPATH=tests/sglang_cpu/shim pytest tests/test_evaluate.py -k test_sglang -m "slow or not slow"
 """
 
 import asyncio
@@ -126,6 +126,7 @@ def here(tmp_path, monkeypatch):
     """An empty folder to work in, the stand-ins above, and run(reply, *options, rank, world) -> its results."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(toy, "load_tokenizer", lambda model: Letters())
+    monkeypatch.setattr(toy, "load_config", lambda model: toy.build_config().__class__(max_position_embeddings=2**20))
     monkeypatch.setattr(evaluate, "Scorer", Judge)
     monkeypatch.setattr(evaluate, "Channel", Post)
     monkeypatch.setattr(evaluate, "tqdm", Bar)
@@ -236,6 +237,14 @@ def test_a_killed_evaluation_goes_on_with_any_number_of_processes(here, before, 
     assert not here.engines  # nothing is left to do: no model is loaded
 
 
+def test_an_answer_is_in_the_file_before_the_next_is_asked_for(here):
+    write_sums(3)
+    seen = []
+    here(lambda prompt, number: seen.append(len(answers())) or right(prompt, number), "--samples", 2,
+         "--engine_batch", 1)  # fmt: skip
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
 def test_more_samples_later_only_add_and_fewer_use_the_first(here):
     write_sums(3)
     first = here(lambda prompt, number: boxed(-1), "--samples", 2)
@@ -323,10 +332,10 @@ def test_sampling_by_name_reaches_the_engine_and_options_win(here):
 
 def test_an_engine_that_dies_ends_the_evaluation_with_its_error_and_keeps_the_answers(here):
     write_sums(4)
-    options = ("--samples", 1, "--engine_batch", 1)
+    options, start = ("--samples", 1, "--engine_batch", 1), time.monotonic()
     with pytest.raises(RuntimeError, match="the engine broke"):
         here(lambda prompt, number: None if "2" in prompt else right(prompt, number), *options)
-    assert which(answers()) == units(2, 1)
+    assert which(answers()) == units(2, 1) and time.monotonic() - start < 2  # though an answer is under way
     assert not Path("out/results.json").exists()
     assert here(right, *options)["sums.jsonl"]["pass@1"] == 1.0 and which(answers()) == units(4, 1)
 
@@ -756,6 +765,11 @@ def test_greedy_answers_are_those_of_the_model_and_the_same_twice(learnt, tmp_pa
     assert (row["answer"], row["tokens"], row["finish_reason"]) == ("10", 8 * 4 + 4, "stop")
     real(learnt, tmp_path / "two", "--sampling", "greedy", "--engine_batch", 3)
     assert responses(tmp_path / "two") == said
+    save_model(learnt / "untaught", toy.build_model(3))  # sampled, it would hardly say the same twice
+    for seed in (1, 2):
+        given = ("--sampling", "greedy", "--seed", seed, "--max_new_tokens", 20)
+        real(learnt, tmp_path / f"seed-{seed}", *given, model="untaught")
+    assert responses(tmp_path / "seed-1") == responses(tmp_path / "seed-2")
     numbers = real(learnt, tmp_path / "cut", "--sampling", "greedy", "--max_new_tokens", 10)
     assert numbers["truncated"] == numbers["no_answer"] > 0  # the last of the options wins
     text = (tmp_path / "one/wrong.md").read_text()
@@ -807,6 +821,19 @@ def test_samples_that_are_added_are_no_copies(learnt, tmp_path, scored):
     first, second = ([said["coin", n] for n in range(start, start + 64)] for start in (0, 64))
     assert first != second
     assert sum(x == y for x, y in zip(first, second, strict=True)) < 56  # 40 expected, 3.9 the deviation
+
+
+def test_a_server_is_given_the_trained_weights_their_version_and_the_published_flags(learnt, tmp_path, monkeypatch):
+    monkeypatch.setattr(toy, "SGLangEngine", lambda parameters, tokenizer, **given: given)
+    cfg = read("--model", learnt / "model", "--published_engine", "--sampling", "sft")
+    cfg.max_prompt_tokens = 16
+    me = SimpleNamespace(rank=0, checkpoint=None, engine="sglang", device=torch.device("cpu"), dtype=torch.float32,
+                         folder=tmp_path, weight_group=None)  # fmt: skip
+    given = toy.make_engine(cfg, me, toy.build_tokenizer(), top_p=cfg.top_p, trained=True)
+    settings = given["settings"]
+    assert settings["load-format"] == "auto" and settings["model-path"] == str(learnt / "model")
+    assert int(settings["weight-version"]) == 0  # what it says with every answer, and no update tells it
+    assert (given["temperature"], given["top_p"]) == (0.6, 0.95) and given["more"]["chunked-prefill-size"] == -1
 
 
 # -- Whole commands ----------------------------------------------------------------------------------------------------
@@ -967,7 +994,7 @@ def test_control_c_ends_it_at_once_and_leaves_nothing(learnt, tmp_path, command,
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
 def test_an_error_in_the_middle_ends_it_at_once_with_its_name(learnt, tmp_path, command, error):
-    one = command(*options_of(learnt, "--samples", 4, "--engine_batch", 1),
+    one = command(*options_of(learnt, "--samples", 1, "--benchmarks", learnt / "coin.jsonl"),
                   code=JUDGING.format(then=f"raise {error}('this broke')"))  # fmt: skip
     assert one.wait(45) != 0
     assert "this broke" in (tmp_path / "said").read_text()
@@ -1052,3 +1079,23 @@ def test_sglang_answers_as_transformers_does(learnt, tmp_path, command, scored):
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["benchmarks"][str(learnt / "sums.jsonl")]["pass@1"] == 0.6
     assert results["settings"]["engine"] == "sglang"
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_sglang_ends_with_its_killed_command_and_goes_on(learnt, tmp_path, command):
+    options = ["--model", learnt / "coin", "--benchmarks", learnt / "coin.jsonl", "--out", "out", "--engine", "sglang",
+               "--cache_gb", 0.1, "--max_new_tokens", 64, "--samples", 300, "--top_p", 0.7]  # fmt: skip
+    one, out = command(*options, "--engine_batch", 2), tmp_path / "out"
+    wait_for(one, lambda: len(answers(out)) >= 20, tmp_path / "said", 150)
+    children = descendants(one.pid)
+    one.kill()
+    one.wait()
+    soon(lambda: not any(map(lives, children)), 5)
+    kept = answers(out)
+    assert len(children) >= 4 and 20 <= len(kept) < 300  # scorers, the server and its own
+    two = command(*options)
+    assert two.wait(150) == 0, (tmp_path / "said").read_text()
+    rows = answers(out)
+    assert rows[: len(kept)] == kept and sorted(row["sample"] for row in rows) == list(range(300))
+    assert {row["answer"] for row in rows} == {"1"}  # the likelier one has 0.75 already
