@@ -572,6 +572,7 @@ def as_scalars(table: list[dict]) -> dict[str, list]:
             for name, points in series.items() if points}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_the_published_examples(job, tmp_path):
     one = supervise(job, tmp_path, "sft", "--tensorboard", "true")
     assert one.wait() == 0, one.text()

@@ -188,6 +188,7 @@ def check_run(folder: Path, steps: int) -> dict:
     return yaml.safe_load((folder / "config.yaml").read_text())
 
 
+@pytest.mark.slow
 def test_one_host_trains_and_the_other_generates(two_hosts, two_agents, warm_runs):
     hosts = a, b = two_hosts()
     agents = two_agents(hosts, "--run_name", "hosts")

@@ -161,7 +161,7 @@ ppo.ppo_step = step
     assert not again.members()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_job_with_its_name(job, warm_runs, victim):
     one = job(*SMALL, "--steps", 1000, "--runs_dir", warm_runs, "--run_name", f"victim{victim}")
     folder = warm_runs / f"victim{victim}"
@@ -175,7 +175,7 @@ def test_a_killed_rank_ends_the_job_with_its_name(job, warm_runs, victim):
     assert not one.members()  # scoring workers included
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_exception_in_a_rank_is_the_first_line_and_ends_the_job(job, warm_runs, victim):
     body = ["import ppo\ndef broken(*a, **k): raise ArithmeticError('a broken loss')\nppo.ppo_step = broken",
             "import rollout\nasync def broken(*a, **k): raise ArithmeticError('a broken loss')\n"
