@@ -361,6 +361,7 @@ def test_a_dataset_of_the_hub_is_named_by_its_file(tmp_path, hub):
         assert answer.startswith("REFUSED owner/name/other.jsonl: ") and "dataset owner/name: " in answer, answer
 
 
+@pytest.mark.slow
 def test_offline_the_hub_is_not_asked(tmp_path, hub):
     with asker(tmp_path, hub[1] | {"HF_HUB_OFFLINE": "1"}) as ask:
         answer = ask("owner/name/rows.jsonl")

@@ -615,6 +615,7 @@ def test_options_are_refused_in_a_sentence_before_anything_is_loaded(here, optio
     (("--benchmarks", "codeforces", "--folder", ".", "--standings", "nosuch.json"), "nosuch.json"),
     (("--engine_args", "{mem-fraction-static: 0.8}"), "engine_args"), (("--published_engine",), "engine"),
     (("--generator_tp", 2), "generator_tp"),
+    (("--max_new_tokens", 2**20), "m was made for 1048576 positions, a prompt of"),
 ])  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(here, monkeypatch, options, why):
     monkeypatch.setattr(toy, "sglang_release", lambda: ())

@@ -214,6 +214,7 @@ ledger.Records.finish = finish
     assert "LEFT 0" in one.text()
 
 
+@pytest.mark.slow
 def test_a_lying_queue_is_caught_by_the_loop(job, warm_runs):
     # The rule is broken on purpose, on both sides: admission without a bound, and no alarm in the queue.
     script = patched(warm_runs.parent, """

@@ -505,6 +505,7 @@ def test_bfloat16_computes_over_float32_weights(me, folder):
     assert moved.float().mean() > 0.7  # of which bfloat16 weights would round nearly all away; some grads are 0
 
 
+@pytest.mark.slow
 def test_two_ranks_load_and_export_the_same(job, tmp_path, folders):
     good, bad = ["tied-shards", "scaled"], ["missing", "shape"]
     one = job("load", json.dumps({name: str(folders[name]) for name in [*good, "other-names", *bad]}), ranks=2,

@@ -268,6 +268,7 @@ torch.distributed.destroy_process_group()  # its threads abort a process that en
 """
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_same_for_any_ranks_and_micro_batches(job, tmp_path):
     script = tmp_path / "gradient.py"
     script.write_text(GRADIENT)
