@@ -840,6 +840,11 @@ def test_a_server_is_given_the_trained_weights_their_version_and_the_published_f
 # -- Whole commands ----------------------------------------------------------------------------------------------------
 
 
+def listens() -> None:
+    """Tests that a shell started in the background have Ctrl-C off, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def command(tmp_path):
     """start(*options) -> a running `python evaluate.py`, whose output goes to tmp_path/said; ended with the test."""
@@ -853,7 +858,8 @@ def command(tmp_path):
         program = ["-c", f"import evaluate\n{code}\nevaluate.main()"] if code else [str(ROOT / "evaluate.py")]
         out = open(tmp_path / "said", "w")
         one = subprocess.Popen([sys.executable, *program, *map(str, options)], cwd=tmp_path, env=env, stdout=out,
-                               stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+                               stderr=subprocess.STDOUT, start_new_session=True,
+                               preexec_fn=listens)  # fmt: skip
         out.close()
         started.append(one)
         return one
