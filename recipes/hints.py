@@ -9,14 +9,14 @@ it mostly guesses, too, and where it counts it begins with a wrong number. It ha
 second turn, and where the hint's two numbers are. What it does in the first turn is not paid for by itself; yet it
 learns to count there as well, since it makes fewer mistakes after an answer that counted.
 
-    python recipes/hints.py --seed 1            # writes hints.jsonl and hints-test.jsonl into this folder
-    torchrun --nproc_per_node 2 train.py --data hints.jsonl --eval_data hints-test.jsonl --seed 1 \\
+    python recipes/hints.py --seed 2            # writes hints.jsonl and hints-test.jsonl into this folder
+    torchrun --nproc_per_node 2 train.py --data hints.jsonl --eval_data hints-test.jsonl --seed 2 \\
         --workflow multi_turn --turns 2 --turn_discount 0.9 --max_new_tokens 96 \\
         --groups 16 --steps 70 --lr 3e-4 --filter_lower 0.1
 
 At first 2 to 20 % of the answers are right, depending on the seed, so groups without a right one are not trained
-(`--filter_lower`). pass@1 ends at about 0.8 or more, after two minutes on two cores. Left out: hints for a third try,
-and problems whose first answer could be right.
+(`--filter_lower`). pass@1 ends at 0.5 to 0.98, depending on the seed as well: what is never right is never trained. Two
+minutes on two cores. Left out: hints for a third try, and problems whose first answer could be right.
 """
 
 import argparse
