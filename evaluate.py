@@ -331,8 +331,9 @@ def run(cfg) -> dict | None:
     if not root:
         Channel().push("judged", {"rank": rank})
         return None
+    channel = Channel() if world > 1 else None
     for _ in range(world - 1):
-        Channel().pop("judged", cfg.wait_timeout, "the first process waited for the answers of the others")
+        channel.pop("judged", cfg.wait_timeout, "the first process waited for the answers of the others")
     answers = [answer for answer in read_answers(out)  # OUT may hold others: of more samples, of other benchmarks
                if answer["benchmark"] in problems and answer["sample"] < cfg.samples]  # fmt: skip
     results = judge(cfg, problems, answers)

@@ -26,8 +26,8 @@ from pathlib import Path
 import yaml
 
 from packing import Problem
-from recipes.data import load_problems, local_file, on_hub
-from reward import Verdict, answer_key, examine, needs_parser, read_rows, read_tests
+from recipes.data import load_problems, local_file, on_hub, parse_keys, tests_of
+from reward import answer_key, needs_parser, read_rows
 
 LETTERS = "ABCDEFGHIJ"
 FORMS = ("jsonl", "csv", "parquet")
@@ -226,12 +226,7 @@ def shuffle(question: str, options: list[str], right: int, seed: str) -> tuple[s
 def code_tests(row: dict, names: list[str], where: str) -> dict:
     if not any(name in row for name in names):
         raise ValueError(f"{where}: no tests: {' or '.join(map(repr, names))} is needed")
-    tests = read_tests(row, where)
-    if str(row.get("language") or "python").lower() not in ("python", "python3"):
-        raise ValueError(f"{where}: programs are judged in Python, not in language {row['language']!r}")
-    if not tests["inputs"]:
-        raise ValueError(f"{where}: a program without tests could not be judged")
-    return tests
+    return tests_of(row, where)
 
 
 def check_keys(keys: dict[str, str]) -> None:
@@ -244,8 +239,4 @@ def check_keys(keys: dict[str, str]) -> None:
             raise ValueError(f"{where}: {error}") from None
         if needs_parser(key):
             doubtful[key] = where
-    faults = examine([{"solutions": [key], "keys": True} for key in doubtful], 2, 10.0) if doubtful else []
-    pairs = zip(doubtful.values(), faults, strict=True)
-    bad = [f"{where}: {fault}" for where, fault in pairs if fault != Verdict.NO_ANSWER]  # to no response
-    if bad:
-        raise ValueError("; ".join(bad[:5]) + (f"; and {len(bad) - 5} keys more" if len(bad) > 5 else ""))
+    parse_keys(doubtful)

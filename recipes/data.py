@@ -114,23 +114,34 @@ def load_problems(path: str, own_reward: bool = False) -> list[Problem]:
         if own_reward:
             task = "own"
         elif task == "code":
-            tests = read_tests(row, where)
-            if str(row.get("language") or "python").lower() not in ("python", "python3"):
-                raise ValueError(f"{where}: programs are judged in Python, not in language {row['language']!r}")
-            if not tests["inputs"]:
-                raise ValueError(f"{where}: a program without tests could not be judged")
+            tests = tests_of(row, where)
         elif task in ("math", "stem"):
             solutions = _solutions(row, where, doubtful)
         else:
             raise ValueError(f"{where}: task {task!r} is not supported, only math, stem and code are")
         kept = {key: row[key] for key in row if own_reward or key not in ("tests", "input_output")}
         problems.append(Problem(str(name), prompt, tuple(solutions), task, tests=tests, row=kept))
+    parse_keys(doubtful)
+    return problems
+
+
+def tests_of(row: dict, where: str) -> dict:
+    """`read_tests` of a row whose programs can be judged; ValueError that begins with `where`."""
+    tests = read_tests(row, where)
+    if str(row.get("language") or "python").lower() not in ("python", "python3"):
+        raise ValueError(f"{where}: programs are judged in Python, not in language {row['language']!r}")
+    if not tests["inputs"]:
+        raise ValueError(f"{where}: a program without tests could not be judged")
+    return tests
+
+
+def parse_keys(doubtful: dict[str, str]) -> None:
+    """{answer key that needs the parser: where it was met}: ValueError for those that cannot be parsed."""
     faults = examine([{"solutions": [key], "keys": True} for key in doubtful], 2, 10.0) if doubtful else []
     pairs = zip(doubtful.values(), faults, strict=True)
     bad = [f"{where}: {fault}" for where, fault in pairs if fault != Verdict.NO_ANSWER]  # to no response
     if bad:
         raise ValueError("; ".join(bad[:5]) + (f"; and {len(bad) - 5} keys more" if len(bad) > 5 else ""))
-    return problems
 
 
 def _solutions(row: dict, where: str, doubtful: dict[str, str]) -> list[str]:
